@@ -1,0 +1,473 @@
+"""The command line: options, progress bars, exit codes; the one place that turns exceptions into messages.
+
+It knows nothing of how anything works: every command imports the module that does it. Invariant: importing this file
+needs the standard library alone, so that `--help` is instant and a man page can be made from it. Exit codes: 0 done,
+1 refused or failed, 2 wrong usage. Read next: serveloop.py for `--serve`, sessionfile.py for `session`.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+__version__ = "0.1.0"
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+MAX_COUNT = 2**31 - 1  # every number on the command line is held in 32 bits somewhere
+MAX_CONFIG_BYTES = 1 << 20
+KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")
+BACKENDS = ("auto", "cpu", "cuda")
+SPLIT_OPTIONS = ("layer_split", "peer_device")
+SPLIT_REFUSAL = "--layer-split and --peer-device do not exist here: one slot, one device"
+
+
+class UsageError(Exception):
+    """The command line or the config file asks for something that is not there; exit 2."""
+
+
+class CommandError(Exception):
+    """A command was refused or failed; exit 1."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = get_parser()
+    args = parser.parse_args(argv)
+    try:
+        return _command(args)(args)
+    except UsageError as error:
+        parser.error(str(error))
+    except CommandError as error:
+        print(f"strata: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:
+        # The reader has gone. Python flushes stdout once more at exit, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return 128 + 2
+
+
+def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """The function that carries out what was asked."""
+    given = _given_serve_options(args)
+    if args.serve:
+        if args.command:
+            raise UsageError(f"--serve and the command '{args.command}' exclude each other")
+        return run_serve
+    if not args.command:
+        raise UsageError("name a command, or --serve for the engine; `strata --help` lists them")
+    if given or args.config:
+        names = ", ".join(_flag(name) for name in [*given, *(["config"] if args.config else [])])
+        raise UsageError(f"{names} before a command: these belong to --serve")
+    return args.run
+
+
+# --- The parser ---
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """The whole command line; also read by argparse-manpage."""
+    parser = argparse.ArgumentParser(
+        prog="strata",
+        usage="strata --serve [OPTION]...\n       strata COMMAND [ARGUMENT]...\n       strata --help | --version",
+        allow_abbrev=False,
+        description="Serves one long conversation with a local language model and lets it survive a restart.",
+        epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage.",
+    )
+    parser.add_argument("--version", action="version", version=f"strata {__version__}")
+    parser.add_argument(
+        "--serve", action="store_true", help="run the engine: verbs on stdin, answers on stdout, log on stderr"
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="JSON object with options of --serve, the same names with _ for -; an option given here as well wins",
+    )
+    _add_serve_options(parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    _add_session(commands)
+    _add_filters(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_serve_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("options of --serve")
+    for option in SERVE_OPTIONS:
+        group.add_argument(
+            _flag(option.name),
+            dest=f"serve_{option.name}",
+            default=argparse.SUPPRESS,
+            type=option.convert,
+            metavar=option.metavar,
+            help=option.help,
+        )
+    for name in SPLIT_OPTIONS:
+        group.add_argument(_flag(name), nargs="*", action=_RefuseSplit, help=argparse.SUPPRESS)
+
+
+class _RefuseSplit(argparse.Action):
+    """Stops the start for options that other engines have and that would be misleading if skipped."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(SPLIT_REFUSAL)
+
+
+def _add_session(commands) -> None:
+    session = commands.add_parser("session", allow_abbrev=False, help="look into session files and prove them sound")
+    views = session.add_subparsers(dest="view", metavar="VIEW", required=True)
+    for name, what, operand in (
+        ("inspect", "what is in a file; reads its header and structure only", "FILE"),
+        ("verify", "read every byte and say what it proved; exit 0 only if all files are sound", "FILE"),
+        ("list", "one line for each session file of a folder", "DIR"),
+    ):
+        view = views.add_parser(name, allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        if operand == "FILE":
+            view.add_argument("files", metavar="FILE", nargs="+")
+        else:
+            view.add_argument("folder", metavar="DIR")
+        view.add_argument("--json", action="store_true", help="print JSON in place of text")
+
+
+def _add_filters(commands) -> None:
+    tokenize = commands.add_parser("tokenize", allow_abbrev=False, help="text on stdin to token ids on one line")
+    tokenize.add_argument("--model", metavar="PATH", required=True, help="GGUF file whose tokenizer is used")
+    tokenize.add_argument(
+        "--chat",
+        action="store_true",
+        help="render the text, less its last line end, as one user message through the model's chat template",
+    )
+    tokenize.set_defaults(run=run_tokenize)
+    detokenize = commands.add_parser(
+        "detokenize",
+        allow_abbrev=False,
+        help="'T <id>' lines or plain ids on stdin to text, as they come; other lines go to stderr",
+    )
+    detokenize.add_argument("--model", metavar="PATH", required=True, help="GGUF file whose tokenizer is used")
+    detokenize.set_defaults(run=run_detokenize)
+
+
+def _add_demo(commands) -> None:
+    demo = commands.add_parser(
+        "demo", allow_abbrev=False, help="the whole story: read a long prompt, save, end, start again, restore, go on"
+    )
+    demo.add_argument("--model", metavar="PATH", required=True, help="GGUF file to run")
+    demo.set_defaults(run=run_demo)
+
+
+# --- Options of --serve: one table for the flags, the config file and the defaults ---
+
+
+class Option(NamedTuple):
+    """One option; `name` is its key in the config file and its field in engine.EngineOptions."""
+
+    name: str
+    json_type: type  # what a config file must give: str or int
+    default: str | int | None
+    convert: Callable[[str], str | int]
+    metavar: str
+    help: str
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _number(low: int) -> Callable[[str], int]:
+    """A converter for whole numbers of at least `low`."""
+
+    def convert(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and low <= int(text[:11]) <= MAX_COUNT and len(text) <= 10):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {MAX_COUNT}")
+        return int(text)
+
+    return convert
+
+
+def _choice(words: tuple[str, ...]) -> Callable[[str], str]:
+    """A converter that takes one of some words."""
+
+    def convert(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
+        return text
+
+    return convert
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it must not be empty")
+    return text
+
+
+def _folder(text: str) -> str:
+    """The absolute path of a folder for session files, with links followed now: re-pointing one later moves nothing."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty folder name")
+    if any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
+        raise argparse.ArgumentTypeError(f"control characters in the folder name {text!r}")
+    return os.path.realpath(text)
+
+
+SERVE_OPTIONS = (
+    Option("model", str, None, _text, "PATH", "GGUF file, or the first part of a split one"),
+    Option(
+        "slot_save_path",
+        str,
+        None,
+        _folder,
+        "DIR",
+        "folder for session files, created with mode 0700; relative paths of SAVE and RESTORE are taken below it",
+    ),
+    Option(
+        "max_context",
+        int,
+        None,
+        _number(1),
+        "N",
+        "cells of context (default: what the model was made for, at most 4096)",
+    ),
+    Option("kv", str, "fp16", _choice(KV_FORMATS), "|".join(KV_FORMATS), "format of K and V (default: fp16)"),
+    Option(
+        "kv_resident",
+        int,
+        0,
+        _number(0),
+        "N",
+        "CUDA: keep N cells of each layer in VRAM, all in pinned RAM (default: 0, off)",
+    ),
+    Option(
+        "backend",
+        str,
+        "auto",
+        _choice(BACKENDS),
+        "|".join(BACKENDS),
+        "where the model runs (default: auto, CUDA when a device answers)",
+    ),
+    Option(
+        "prompt_cache",
+        int,
+        6,
+        _number(0),
+        "N",
+        "checkpoints kept (default: 6); 0 turns off reuse, parking and session files",
+    ),
+    Option("prompt_cache_every", int, 16384, _number(1), "N", "tokens between two checkpoints (default: 16384)"),
+    Option(
+        "prompt_cache_root",
+        int,
+        2048,
+        _number(0),
+        "N",
+        "shortest system prompt that gets its own checkpoint (default: 2048)",
+    ),
+    Option("conversation_cache_mib", int, 0, _number(0), "N", "RAM for parked conversations (default: 0, off)"),
+    Option("conversation_cache_slots", int, 4, _number(1), "N", "most parked conversations (default: 4)"),
+    Option(
+        "conversation_cache_min_free_mib",
+        int,
+        2560,
+        _number(0),
+        "N",
+        "RAM that parking, SAVE and RESTORE leave free (default: 2560)",
+    ),
+    Option(
+        "session_min_free_mib", int, 4096, _number(0), "N", "disk that SAVE leaves free (default: 4096); 0 asks nothing"
+    ),
+    Option(
+        "spec", int, None, _number(1), "N", "window of speculative decoding (default: 4 with a draft layer); 1 is off"
+    ),
+    Option("threads", int, None, _number(1), "N", "compute threads (default: physical cores)"),
+    Option(
+        "control_vector", str, None, _text, "FILE[:SCALE]", "control vector added to the model's layers (default: none)"
+    ),
+)
+
+
+def _given_serve_options(args: argparse.Namespace) -> dict[str, str | int]:
+    """The options of --serve that stand on the command line."""
+    given = vars(args)
+    return {option.name: given[f"serve_{option.name}"] for option in SERVE_OPTIONS if f"serve_{option.name}" in given}
+
+
+def serve_options(args: argparse.Namespace) -> dict[str, str | int | None]:
+    """Every option of --serve: the flag, else the config file's value, else the default.
+
+    Raises UsageError for anything in the config file that is not an option of the right type.
+    """
+    config = _read_config(args.config) if args.config else {}
+    defaults = {option.name: option.default for option in SERVE_OPTIONS}
+    options = defaults | config | _given_serve_options(args)
+    if options["model"] is None:
+        raise UsageError("--model is missing: name a GGUF file")
+    return options
+
+
+def _read_config(path: str) -> dict[str, str | int]:
+    """The options in a config file, each converted as its flag would be."""
+    values = _load_json_object(path)
+    known = {option.name: option for option in SERVE_OPTIONS}
+    config = {}
+    for key, value in values.items():
+        if key in SPLIT_OPTIONS:
+            raise UsageError(f"config file {path}: {key}: {SPLIT_REFUSAL}")
+        if key not in known:
+            raise UsageError(f"config file {path}: unknown key {key!r}")
+        option = known[key]
+        if type(value) is not option.json_type:  # not isinstance: JSON's true is no number
+            wanted = "a string" if option.json_type is str else "a whole number"
+            raise UsageError(f"config file {path}: {key} must be {wanted}, found {json.dumps(value)[:80]}")
+        try:
+            config[key] = option.convert(str(value))
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"config file {path}: {key}: {error}") from None
+    return config
+
+
+def _load_json_object(path: str) -> dict:
+    """The object in a JSON file; a key given twice is refused, as one of the two would be silently dropped."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict:
+        values = {}
+        for key, value in pairs:
+            if key in values:
+                raise UsageError(f"config file {path}: key {key!r} is given twice")
+            values[key] = value
+        return values
+
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+        if len(raw) > MAX_CONFIG_BYTES:
+            raise UsageError(f"config file {path}: larger than {MAX_CONFIG_BYTES} bytes")
+        values = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique)
+    except OSError as error:
+        raise UsageError(f"config file {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"config file {path}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"config file {path}: expected one JSON object")
+    return values
+
+
+# --- Commands ---
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """The engine on stdin and stdout, until QUIT or the end of input."""
+    options = serve_options(args)
+    if options["slot_save_path"] is not None:
+        _create_folder(options["slot_save_path"])
+    import engine
+    import model
+    import serveloop
+
+    try:
+        return serveloop.serve(engine.EngineOptions(**options), sys.stdin.buffer, sys.stdout.buffer, _log)
+    except model.ModelError as error:
+        raise CommandError(str(error)) from error
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _create_folder(path: str) -> None:
+    """Make a folder for session files, and the missing ones above it, readable by their owner alone."""
+    missing, parent = [], path
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    try:
+        for folder in reversed(missing):
+            os.mkdir(folder, 0o700)
+    except OSError as error:
+        raise UsageError(f"--slot-save-path: cannot create {error.filename}: {error.strerror}") from None
+    if not os.path.isdir(path):
+        raise UsageError(f"--slot-save-path: {path} is not a folder")
+
+
+def run_tokenize(args: argparse.Namespace) -> int:
+    """Text on stdin to ids on one line of stdout."""
+    text = _read_text()
+    import tokenizer
+
+    try:
+        model = tokenizer.Tokenizer.load(args.model)
+        if args.chat:
+            ids = model.encode_chat([{"role": "user", "content": text.removesuffix("\n").removesuffix("\r")}])
+        else:
+            ids = model.encode(text, bos=True)
+    except tokenizer.TokenizerError as error:
+        raise CommandError(str(error)) from error
+    print(" ".join(map(str, ids)), flush=True)
+    return EXIT_OK
+
+
+def _read_text() -> str:
+    raw = sys.stdin.buffer.read()
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise CommandError(
+            f"standard input is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
+        ) from None
+
+
+def run_detokenize(args: argparse.Namespace) -> int:
+    """Lines on stdin to text on stdout, flushed line by line; exit 1 if an id was outside the vocabulary.
+
+    The tokens of an answer (`T <id>`) come without control tokens, and `DONE` ends the last line of text; plain ids are
+    shown whole, so that `tokenize --chat | detokenize` shows the rendered prompt.
+    """
+    import tokenizer
+
+    try:
+        model = tokenizer.Tokenizer.load(args.model)
+    except tokenizer.TokenizerError as error:
+        raise CommandError(str(error)) from error
+    decoder, exit_code = model.stream(), EXIT_OK
+    for line in sys.stdin.buffer:
+        answer = re.fullmatch(rb"T (\d+)\s*", line)
+        if not answer and not re.fullmatch(rb"[\d,\s]*\d[\d,\s]*", line):
+            _pass_on(line)
+            if line.startswith(b"DONE"):
+                _write_text(decoder.flush() + "\n")
+            continue
+        ids = [int(digits[:11]) for digits in re.findall(rb"\d+", line)]
+        if max(ids) >= model.n_vocab:
+            print(f"strata: id {max(ids)} is outside the vocabulary of {model.n_vocab}", file=sys.stderr)
+            exit_code = EXIT_FAILED
+            continue
+        _write_text("".join(decoder.push(token_id, special=not answer) for token_id in ids))
+    _write_text(decoder.flush())
+    return exit_code
+
+
+def _write_text(text: str) -> None:
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def _pass_on(line: bytes) -> None:
+    sys.stderr.buffer.write(line)
+    sys.stderr.buffer.flush()
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """A conversation that outlives its process, shown with a real model."""
+    import demo
+
+    try:
+        return EXIT_OK if demo.run(args.model) else EXIT_FAILED
+    except demo.DemoError as error:
+        raise CommandError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
