@@ -1,0 +1,69 @@
+"""GGUF files opened through the gguf library: one clear error family, and no wait where a vocabulary is large.
+
+It owns the opening of a model file; it knows no tensor name and no tokenizer. Invariant: what it returns is the
+library's own `GGUFReader`, with the same `contents()` of every field. Read next: model.py for weights, tokenizer.py
+for text.
+"""
+
+import os
+import stat
+import sys
+
+import numpy as np
+from gguf import GGUFReader
+from gguf.constants import GGUFValueType
+
+STRING_LENGTH_BYTES = 8
+
+
+class GgufError(Exception):
+    """A file that is no readable GGUF file; one line that names the file and the reason."""
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFReader:
+    """The metadata and the mapped tensors of a GGUF file."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise GgufError(f"{path}: not a regular file")
+        return _Reader(path)
+    except OSError as error:
+        raise GgufError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        # The library has no error of its own: a file that is cut or none of its kind fails in its unpacking.
+        raise GgufError(f"{path}: not a whole GGUF file: {error}") from error
+
+
+class _Reader(GGUFReader):
+    """The library's reader with arrays unpacked in bulk: its way makes two NumPy views an element, 3 s for 98,000."""
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int):
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        item = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+        count, start = int(head[1][0]), orig_offs + 12
+        if item == GGUFValueType.STRING:
+            strings, end = self._strings(start, count)
+            return end - orig_offs, head + strings, list(range(2, 2 + count)), [GGUFValueType.ARRAY, item]
+        if item not in self.gguf_scalar_to_np:
+            raise ValueError(f"an array of type {item.name}")
+        width = np.dtype(self.gguf_scalar_to_np[item]).itemsize
+        if count * width > len(self.data) - start:
+            raise ValueError(f"an array of {count} elements at offset {orig_offs} goes beyond the end of the file")
+        values = self._get(start, self.gguf_scalar_to_np[item], count)
+        return 12 + values.nbytes, [*head, values], [2], [GGUFValueType.ARRAY, item]
+
+    def _strings(self, start: int, count: int) -> tuple[list[memoryview], int]:
+        """The strings of an array and the offset behind it."""
+        raw, offset, strings = memoryview(self.data), start, []
+        if count > (len(raw) - start) // STRING_LENGTH_BYTES:
+            raise ValueError(f"an array of {count} strings at offset {start} goes beyond the end of the file")
+        swapped = {"little": "big", "big": "little"}[sys.byteorder]
+        order = sys.byteorder if self.byte_order == "I" else swapped
+        for _ in range(count):
+            begin = offset + STRING_LENGTH_BYTES
+            offset = begin + int.from_bytes(raw[offset:begin], order)
+            if offset > len(raw):
+                raise ValueError(f"a string at offset {begin} goes beyond the end of the file")
+            strings.append(raw[begin:offset])
+        return strings, offset
