@@ -1,0 +1,18 @@
+"""What several test files need: a real model, where one was fetched."""
+
+import os
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REAL_MODEL = ROOT / ".cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def real_model() -> str:
+    """The path of SmolLM2-135M-Instruct, from STRATA_TEST_MODEL or as `make model` fetches it."""
+    path = pathlib.Path(os.environ.get("STRATA_TEST_MODEL") or REAL_MODEL)
+    if not path.is_file():
+        pytest.skip(f"no model at {path}: run `make model` or set STRATA_TEST_MODEL")
+    return str(path)
