@@ -1,12 +1,12 @@
 """The whole model family in float64 NumPy: the oracle that kernels, model and engine are held to.
 
-Owns: the plain mathematics of every architecture, token by token where a state is carried, from a GGUF to logits. Refuses to
-know: speed, caches, batches, sessions; every call starts at position 0 with empty state. Invariant: nothing here is shared
-with the engine, so an error would have to be made twice to go unseen. Read next: test_reference.py, which holds this file to
-logits that another implementation computed from the same weights.
+Owns: the plain mathematics of every architecture, token by token where a state is carried, from a GGUF file to logits.
+Refuses to know: speed, caches, batches, sessions; every call starts at position 0 with empty state. Invariant: nothing
+here is shared with the engine, so an error would have to be made twice to go unseen. Read next: test_reference.py,
+where this file is held to logits that transformers computed from the same weights.
 
-Shapes: T tokens, C residual streams (1 without hyper-connections), N embedding width, H query heads, K kv heads, D head width,
-V vocabulary.
+Shapes: T tokens, C residual streams (1 without hyper-connections), N embedding width, H query heads, K kv heads, D head
+width, V vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from gguf.quants import dequantize
 GATED_ATTENTION = {"qwen3next", "qwen35", "qwen35moe", "qwen4exp"}
 ARCHITECTURES = {"llama", "qwen2", "qwen3", "qwen3moe", *GATED_ATTENTION}
 KV_FORMATS = {"fp16": ("fp16", "fp16"), "int8": ("int8", "int8"), "q4_0": ("q4_0", "q4_0"), "k8v4": ("int8", "q4_0")}
+DRAFT_KV_FORMATS = KV_FORMATS | {"k8v4": ("int8", "int8")}
 PLE_DILATION = 3
 L2_EPS = 1e-6
 
@@ -29,25 +30,35 @@ class ReferenceError(Exception):
 
 @dataclass
 class Run:
-    """All that one pass over T tokens leaves behind; dictionaries are keyed by layer."""
+    """What one pass over T tokens computes and leaves behind; every dictionary is keyed by layer.
 
-    logits: np.ndarray = None  # (T, V)
-    residual: np.ndarray = None  # (T, C, N) before the final mixer or norm
-    gdn: dict = field(default_factory=dict)  # (value heads, S_key, S_value) after the last token
-    conv: dict = field(default_factory=dict)  # (kernel - 1, channels): the last inputs of the convolution, zeros before token 0
-    keys: dict = field(default_factory=dict)  # (T, K, D) as attention reads them: rotated, rounded when `kv` is set
-    values: dict = field(default_factory=dict)  # (T, K, D)
-    raw_keys: dict = field(default_factory=dict)  # (T, idx_dim) indexer keys, neither normed nor rotated
-    pooled: dict = field(default_factory=dict)  # (T // block, idx_dim)
-    scores: dict = field(default_factory=dict)  # per token: (complete blocks,)
-    selected: dict = field(default_factory=dict)  # per token: ascending ids of the complete blocks chosen, the tail left out
-    experts: dict = field(default_factory=dict)  # (T, experts used), best first
-    ple_rows: np.ndarray = None  # (T, heads) rows of the n-gram table
-    ple_history: np.ndarray = None  # (dilation * (kernel - 1), C * N): the last normalised rows, zeros before token 0
+    `gdn` and `conv` are states after the last token: (value heads, S_key, S_value), and the last (kernel - 1, channels)
+    inputs of the convolution, zeros before token 0. `keys` and `values` (T, K, D) are what attention reads: rotated,
+    and rounded where the model has a `kv` format. Of the indexer there are `raw_keys` (T, idx_dim), neither normed nor
+    rotated, `pooled` (T // block, idx_dim), and per token the `scores` of the complete blocks and the ascending ids of
+    those `selected`; the open tail block is always seen and not listed. `router` (T, experts) holds probabilities and
+    `experts` (T, used) those taken, best first. `ple_rows` (T, heads) are rows of the n-gram table, `ple_history` the
+    last (dilation · (kernel - 1), C · N) normalised rows of its convolution, zeros before token 0.
+    """
+
+    residual: np.ndarray  # (T, C, N), in the end as it enters the final mixer or norm
+    logits: np.ndarray | None = None  # (T, V)
+    gdn: dict = field(default_factory=dict)
+    conv: dict = field(default_factory=dict)
+    keys: dict = field(default_factory=dict)
+    values: dict = field(default_factory=dict)
+    raw_keys: dict = field(default_factory=dict)
+    pooled: dict = field(default_factory=dict)
+    scores: dict = field(default_factory=dict)
+    selected: dict = field(default_factory=dict)
+    router: dict = field(default_factory=dict)
+    experts: dict = field(default_factory=dict)
+    ple_rows: np.ndarray | None = None
+    ple_history: np.ndarray | None = None
 
 
 class ReferenceModel:
-    """One GGUF file, its weights dequantised when they are used; `kv` rounds K and V as that cache format stores them."""
+    """One GGUF file, dequantised where it is used; `kv` rounds K and V as a cache of that format stores them."""
 
     def __init__(self, path: str | Path, kv: str | None = None):
         reader = GGUFReader(path)
@@ -67,46 +78,49 @@ class ReferenceModel:
 
     def run(self, ids) -> Run:
         """One pass over `ids` from an empty state."""
-        ids = [int(i) for i in ids]
-        if not ids or min(ids) < 0 or max(ids) >= self.n_vocab:
-            raise ReferenceError(f"expected one token id or more, each from 0 to {self.n_vocab - 1}")
-        run = Run()
-        embedded = self.weight("token_embd.weight", ids)
-        run.residual = np.repeat(embedded[:, None, :], self.streams, axis=1)
+        ids = self._checked(ids)
+        run = Run(np.repeat(self.weight("token_embd.weight", ids)[:, None, :], self.streams, axis=1))
         for layer in range(self.n_layers):
             if layer in self.ple_layers:
                 run.residual = run.residual + self._ple(run, layer, ids)
-            x, inject = self._read(run.residual, f"blk.{layer}.", "attn")
-            mixed = self._attention(run, layer, x) if self.is_attention[layer] else self._gated_delta_net(run, layer, x)
-            run.residual = run.residual + inject[:, :, None] * mixed[:, None, :]
-            x, inject = self._read(run.residual, f"blk.{layer}.", "ffn")
-            run.residual = run.residual + inject[:, :, None] * self._feed_forward(run, layer, x)[:, None, :]
+            mixer = self._attention if self.is_attention[layer] else self._gated_delta_net
+            self._block(run, layer, mixer)
         run.logits = self._head(run.residual, "output_hc_")
         return run
 
-    def draft(self, residual, next_ids, kv: str | None = None, window: int | None = None):
-        """Logits (T, V) and new residual (T, C, N) of the draft layer over cells 0..T-1.
+    def draft(self, residual, next_ids, window: int | None = None) -> Run:
+        """One pass of the draft layer over cells 0..T-1, a Run whose only layer is the one after the trunk.
 
-        Cell i pairs row i of `residual` with the token after it and predicts the one after that. A chain of drafts appends the
-        returned row and the drafted token and calls again. `window` keeps only the last so many cells in sight.
+        Cell i pairs row i of `residual` (T, C, N), the trunk's, with the token after it and predicts the one after
+        that. A chain of drafts appends the residual of the last cell and the drafted token, and calls again. `window`
+        keeps only the last so many cells in sight.
         """
         if not self.n_draft:
             raise ReferenceError("the file has no draft layer")
-        block = f"blk.{self.n_layers}."
+        block = f"blk.{self.n_layers}.nextn."
         residual = np.asarray(residual, np.float64)
-        embedded = self.weight("token_embd.weight", [int(i) for i in next_ids])
-        projection = self.weight(block + "nextn.eh_proj.weight")
-        on_token, on_hidden = projection[:, : self.n_embd], projection[:, self.n_embd :]
-        token = rms(embedded, self.weight(block + "nextn.enorm.weight"), self.eps) @ on_token.T
-        flat = residual.reshape(len(residual), -1)
-        hidden = rms(flat, self.weight(block + "nextn.hnorm.weight"), self.eps).reshape(residual.shape)
-        residual = hidden @ on_hidden.T + token[:, None, :]
-        x, inject = self._read(residual, block, "attn")
-        mixed = self._dense_attention(block, x, kv, window)
-        residual = residual + inject[:, :, None] * mixed[:, None, :]
-        x, inject = self._read(residual, block, "ffn")
-        residual = residual + inject[:, :, None] * self._feed_forward(Run(), self.n_layers, x)[:, None, :]
-        return self._head(residual, block + "nextn.hc_head_"), residual
+        token = rms(
+            self.weight("token_embd.weight", self._checked(next_ids)), self.weight(block + "enorm.weight"), self.eps
+        )
+        # One norm over all streams together, as the model's trainers have it; other engines norm each stream.
+        hidden = rms(residual.reshape(len(residual), -1), self.weight(block + "hnorm.weight"), self.eps)
+        on_token, on_hidden = np.split(self.weight(block + "eh_proj.weight"), 2, axis=1)
+        run = Run(hidden.reshape(residual.shape) @ on_hidden.T + (token @ on_token.T)[:, None, :])
+        self._block(run, self.n_layers, lambda *args: self._dense_attention(*args, window))
+        run.logits = self._head(run.residual, block + "hc_head_")
+        return run
+
+    def _checked(self, ids) -> list[int]:
+        ids = [int(i) for i in ids]
+        if not ids or min(ids) < 0 or max(ids) >= self.n_vocab:
+            raise ReferenceError(f"expected one token id or more, each from 0 to {self.n_vocab - 1}")
+        return ids
+
+    def _block(self, run: Run, layer: int, mixer):
+        """One layer: mixer, then feed-forward, each added to the residual."""
+        for part, compute in (("attn", mixer), ("ffn", self._feed_forward)):
+            x, inject = self._read(run.residual, f"blk.{layer}.", part)
+            run.residual = run.residual + inject[:, :, None] * compute(run, layer, x)[:, None, :]
 
     # ---- the file
 
@@ -192,23 +206,22 @@ class ReferenceModel:
 
     # ---- attention
 
-    def _queries_keys_values(self, block: str, x, formats):
+    def _queries_keys_values(self, run: Run, layer: int, x, formats):
         """Rotated queries (T, H, D), keys and values (T, K, D) as stored, and the output gate (T, H, D) or None."""
-        n_tokens = len(x)
-        query = self.linear(x, block + "attn_q")
-        gate = None
+        block, n_tokens, gate = f"blk.{layer}.", len(x), None
+        query = self.linear(x, block + "attn_q").reshape(n_tokens, self.n_head, -1)
         if self.arch in GATED_ATTENTION:
-            query, gate = np.split(query.reshape(n_tokens, self.n_head, 2 * self.head_dim), 2, axis=-1)
-        query = query.reshape(n_tokens, self.n_head, self.head_dim)
+            query, gate = np.split(query, 2, axis=-1)
         key = self.linear(x, block + "attn_k").reshape(n_tokens, self.n_head_kv, -1)
         value = self.linear(x, block + "attn_v").reshape(n_tokens, self.n_head_kv, -1)
         if block + "attn_q_norm.weight" in self.tensors:
             query = rms(query, self.weight(block + "attn_q_norm.weight"), self.eps)
             key = rms(key, self.weight(block + "attn_k_norm.weight"), self.eps)
-        positions = np.arange(n_tokens)
-        query, key = self._rope(query, positions[:, None]), self._rope(key, positions[:, None])
+        positions = np.arange(n_tokens)[:, None]
+        query, key = self._rope(query, positions), self._rope(key, positions)
         if formats:
             key, value = round_kv(key, formats[0]), round_kv(value, formats[1])
+        run.keys[layer], run.values[layer] = key, value
         return query, key, value, gate
 
     def _rope(self, x, positions):
@@ -226,33 +239,28 @@ class ReferenceModel:
         return out
 
     def _attention(self, run: Run, layer: int, x):
-        block = f"blk.{layer}."
-        formats = KV_FORMATS[self.kv] if self.kv else None
-        query, key, value, gate = self._queries_keys_values(block, x, formats)
-        run.keys[layer], run.values[layer] = key, value
         visible = np.tril(np.ones((len(x), len(x)), bool))
         if self.block_sizes[layer]:
             visible &= self._select(run, layer, x)
-        return self._attend(block, query, key, value, gate, visible)
+        formats = KV_FORMATS[self.kv] if self.kv else None
+        return self._attend(layer, self._queries_keys_values(run, layer, x, formats), visible)
 
-    def _dense_attention(self, block: str, x, kv: str | None, window: int | None):
-        formats = KV_FORMATS[kv] if kv else None
-        query, key, value, gate = self._queries_keys_values(block, x, formats)
-        cells = np.arange(len(x))
-        distance = cells[:, None] - cells[None, :]
+    def _dense_attention(self, run: Run, layer: int, x, window: int | None):
+        distance = np.arange(len(x))[:, None] - np.arange(len(x))[None, :]
         visible = (distance >= 0) & (distance < (window or len(x)))
-        return self._attend(block, query, key, value, gate, visible)
+        formats = DRAFT_KV_FORMATS[self.kv] if self.kv else None
+        return self._attend(layer, self._queries_keys_values(run, layer, x, formats), visible)
 
-    def _attend(self, block: str, query, key, value, gate, visible):
-        n_tokens = len(query)
+    def _attend(self, layer: int, states, visible):
+        query, key, value, gate = states
         group = self.n_head // self.n_head_kv
-        out = np.empty((n_tokens, self.n_head, value.shape[-1]))
+        out = np.empty((len(query), self.n_head, value.shape[-1]))
         for head in range(self.n_head):
             scores = query[:, head] @ key[:, head // group].T / np.sqrt(self.head_dim)
             out[:, head] = softmax(np.where(visible, scores, -np.inf)) @ value[:, head // group]
         if gate is not None:
             out = out * sigmoid(gate)
-        return self.linear(out.reshape(n_tokens, -1), block + "attn_output")
+        return self.linear(out.reshape(len(out), -1), f"blk.{layer}.attn_output")
 
     def _select(self, run: Run, layer: int, x):
         """Cells (T, T) the indexer lets each token see: its best complete blocks and the open tail block."""
@@ -327,7 +335,7 @@ class ReferenceModel:
         order = np.argsort(-probability, axis=1, kind="stable")[:, : self.key("expert_used_count")]
         share = np.take_along_axis(probability, order, axis=1)
         share /= share.sum(axis=1, keepdims=True)
-        run.experts[layer] = order
+        run.router[layer], run.experts[layer] = probability, order
         out = np.zeros_like(x)
         for expert in np.unique(order):
             token, rank = np.nonzero(order == expert)
@@ -406,7 +414,7 @@ def top_blocks(scores: np.ndarray, budget: int) -> np.ndarray:
 
 
 def delta_rule(query, key, value, beta, decay):
-    """Gated delta rule, one token after the other: outputs (T, heads, S_value) and the state (heads, S_key, S_value)."""
+    """Gated delta rule, token after token: outputs (T, heads, S_value) and the last state (heads, S_key, S_value)."""
     n_tokens, n_heads, width = key.shape
     state = np.zeros((n_heads, width, value.shape[-1]))
     out = np.empty_like(value)
@@ -439,8 +447,8 @@ def round_kv(x: np.ndarray, kind: str) -> np.ndarray:
 def round_int8(groups: np.ndarray) -> np.ndarray:
     """Each group of 64: one fp16 scale, codes from -127 to 127."""
     scale = (np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float16).astype(np.float32)
-    inverse_of = np.where(scale == 0, np.float32(1), scale)
-    return np.clip(np.rint(groups / inverse_of), -127, 127).astype(np.float64) * scale
+    divisor = np.where(scale == 0, np.float32(1), scale)
+    return np.clip(np.rint(groups / divisor), -127, 127).astype(np.float64) * scale
 
 
 def round_q4_0(blocks: np.ndarray) -> np.ndarray:
