@@ -1,0 +1,399 @@
+"""Durable files in blocks of 16 MiB: written beside their destination and renamed, read on ahead of their user.
+
+It owns every call to the operating system that a session file needs, the blocks, and the helper thread that keeps the
+disk busy while the caller works; it knows nothing of what the bytes mean. Invariant: a destination is either as it
+was or the whole new file, and at most two blocks are alive for each open file. Read next: sessionfile.py.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+BLOCK_BYTES = 16 << 20
+DIRECT_UNIT = 4096  # addresses, offsets and lengths of direct transfers are multiples of it
+MAX_STEM_BYTES = 64  # of the destination's name in the temporary's: 86 bytes in all, below every file system's limit
+MAX_NAME_TRIES = 8
+BUFFERED_SWITCH = "STRATA_SESSION_BUFFERED"
+
+Progress = Callable[[int, int], None]
+Phase = Callable[[str, int], None]
+
+
+class NotPlainFile(Exception):
+    """The name is not that of a regular file with one name; `reason` says what it is."""
+
+    def __init__(self, reason: str, text: str):
+        super().__init__(text)
+        self.reason = reason
+
+
+class PosixSystem:
+    """The calls to the operating system, one a method, so that a test can make any of them fail."""
+
+    def free_bytes(self, folder: str) -> int:
+        return shutil.disk_usage(folder).free
+
+    def open_folder(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def create(self, folder: int, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=folder)
+
+    def open_existing(self, path: str) -> int:
+        # O_NONBLOCK: opening a FIFO must not wait for a writer.
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def set_blocking(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, True)
+
+    def set_direct(self, descriptor: int, on: bool) -> None:
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+    def status(self, descriptor: int) -> os.stat_result:
+        return os.fstat(descriptor)
+
+    def read(self, descriptor: int, data: np.ndarray, offset: int) -> int:
+        return os.preadv(descriptor, [data], offset)
+
+    def write(self, descriptor: int, data: np.ndarray, offset: int) -> int:
+        return os.pwrite(descriptor, data, offset)
+
+    def forget(self, descriptor: int, offset: int, size: int) -> None:
+        """Give the page cache of a range back (size 0: to the end); pages not yet written start on their way."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
+    def flush(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def flush_folder(self, folder: int) -> None:
+        os.fsync(folder)
+
+    def rename(self, folder: int, source: str, destination: str) -> None:
+        os.rename(source, destination, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def unlink(self, folder: int, name: str) -> None:
+        os.unlink(name, dir_fd=folder)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+
+system = PosixSystem()
+
+
+def allocate_block() -> np.ndarray:
+    """A block at a page boundary, as direct transfers need it; it goes back to the system with its last view."""
+    return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
+
+
+def free_space_folder(path: str, *, windows: bool = False) -> str:
+    """The folder whose free space counts for a file at `path`; on Windows an empty string is the current one."""
+    if windows:
+        path = path.replace("/", "\\")
+        if "\\" in path:
+            return path[: path.rindex("\\") + 1]
+        return f"{path[:2]}\\" if path[1:2] == ":" else ""
+    head, slash, _ = path.rpartition("/")
+    return head or slash or "."
+
+
+def temporary_name(leaf: str) -> str:
+    """A hidden name beside `leaf` that no other writer has: at most 86 bytes, whole characters."""
+    stem = os.fsencode(leaf)[:MAX_STEM_BYTES]
+    if len(os.fsencode(leaf)) > MAX_STEM_BYTES:
+        stem = stem.decode("utf-8", "ignore").encode()
+    return f".{os.fsdecode(stem)}.{secrets.token_hex(8)}.tmp"
+
+
+def _check_path(path: str) -> None:
+    """Refuse as the system would what Python refuses to hand to it."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EINVAL, "the path cannot be encoded for the file system") from error
+    if b"\0" in encoded:
+        raise OSError(errno.EINVAL, "the path holds a zero byte")
+
+
+# --- Writing ---
+
+
+class BlockWriter:
+    """A new file of a known size that takes its destination's name only when it is complete.
+
+    A context manager: left without `publish`, only its own temporary file goes. The caller fills `space()` and calls
+    `advance`; a full block is written by the helper thread while the caller fills the other one. OSError of any step
+    passes through; `step` names the step that was under way.
+    """
+
+    def __init__(self, path: str, size_bytes: int, progress: Progress | None = None):
+        _check_path(path)
+        self.size_bytes = size_bytes
+        self.published = False
+        self.folder_flushed = True  # False when the file system cannot flush folders
+        self.leftover = ""  # why the temporary file could not be removed
+        self.step = "opening the folder"
+        self._path = path
+        self._progress = progress or (lambda done, total: None)
+        self._descriptor = None
+        self._direct = False
+        self._offset = 0  # in the file, of the block that is being filled
+        self._filled = 0
+        self._pending: Future | None = None
+        self._handed_over = 0
+
+    def __enter__(self) -> "BlockWriter":
+        head, slash, self._leaf = self._path.rpartition("/")
+        if self._leaf in ("", ".", ".."):
+            raise OSError(errno.EINVAL, "the path does not end in a file name")
+        with contextlib.ExitStack() as undo:
+            self._folder = system.open_folder(head or slash or ".")
+            undo.callback(system.close, self._folder)
+            self._create_temporary()
+            undo.callback(self._discard)
+            self._try_direct()
+            self.step = "allocating a block"
+            self._block = allocate_block()
+            self._spare = allocate_block() if self.size_bytes > BLOCK_BYTES else None
+            self._thread = undo.enter_context(ThreadPoolExecutor(1, "block writer"))
+            self.step = "writing"
+            self._progress(0, self.size_bytes)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._undo.close()
+
+    def _create_temporary(self) -> None:
+        self.step = "creating the temporary file"
+        for last_try in range(MAX_NAME_TRIES - 1, -1, -1):
+            self._temporary = temporary_name(self._leaf)
+            try:
+                self._descriptor = system.create(self._folder, self._temporary)
+                return
+            except FileExistsError:
+                if not last_try:
+                    raise
+
+    def _try_direct(self) -> None:
+        if os.environ.get(BUFFERED_SWITCH, "").startswith("1"):
+            return
+        with contextlib.suppress(OSError):  # not every file system can; the bytes are the same either way
+            system.set_direct(self._descriptor, True)
+            self._direct = True
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None  # a failed close has closed it all the same
+        if descriptor is not None:
+            system.close(descriptor)
+
+    def _discard(self) -> None:
+        """Remove the temporary file unless it has become the destination."""
+        if self.published:
+            return
+        for remove in (self._close, lambda: system.unlink(self._folder, self._temporary)):
+            try:
+                remove()
+            except OSError as error:  # must not hide the failure that brought us here
+                self.leftover = f"its temporary file '{self._temporary}' could not be removed: {error.strerror}"
+
+    def space(self) -> np.ndarray:
+        """The part of the current block that is still to be filled, at least one byte."""
+        if self._filled == BLOCK_BYTES:
+            self._hand_over(BLOCK_BYTES)
+        return self._block[self._filled :]
+
+    def advance(self, size: int) -> None:
+        """Take `size` bytes of `space()` as filled."""
+        self._filled += size
+
+    def _hand_over(self, size: int) -> None:
+        self._wait()
+        self._pending = self._thread.submit(self._write, self._block[:size], self._offset)
+        self._offset += self._filled
+        self._filled = 0
+        self._block, self._spare = self._spare, self._block
+
+    def _wait(self) -> None:
+        """Wait for the block that the helper thread is writing, and report it."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+            self._progress(self._offset, self.size_bytes)
+
+    def _write(self, data: np.ndarray, offset: int) -> None:
+        """Write all of `data`; runs in the helper thread."""
+        start = offset
+        while data.size:
+            try:
+                n_written = system.write(self._descriptor, data, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                system.set_direct(self._descriptor, False)
+                self._direct = False
+                continue
+            if not n_written:
+                raise OSError(errno.EIO, "the system accepted no bytes")
+            data, offset = data[n_written:], offset + n_written
+        if not self._direct:
+            system.forget(self._descriptor, start, offset - start)
+
+    def publish(self, *, durable: bool = True, phase: Phase | None = None) -> None:
+        """Write what is left, flush, and give the file its name; from then on `published` is true."""
+        phase = phase or (lambda name, size_bytes: None)
+        self._finish()
+        if durable:
+            phase("flush", self.size_bytes)
+            self.step = "flushing the file"
+            system.flush(self._descriptor)
+        self.step = "closing the file"
+        self._close()
+        phase("publish", self.size_bytes)
+        self.step = "renaming the file"
+        system.rename(self._folder, self._temporary, self._leaf)
+        self.published = True
+        if durable:
+            self.step = "flushing the folder"
+            self._flush_folder()
+
+    def _finish(self) -> None:
+        """Write the last block, padded to whole units for a direct transfer and cut again."""
+        end = self._offset + self._filled
+        assert end == self.size_bytes, f"{end} bytes were written of {self.size_bytes}"
+        self._wait()
+        padded = -self._filled % DIRECT_UNIT if self._direct else 0
+        if self._filled:
+            self._block[self._filled : self._filled + padded] = 0
+            self._hand_over(self._filled + padded)
+            self._wait()
+        if padded:
+            self.step = "cutting the file to its size"
+            system.truncate(self._descriptor, self.size_bytes)
+
+    def _flush_folder(self) -> None:
+        try:
+            system.flush_folder(self._folder)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.folder_flushed = False
+
+
+# --- Reading ---
+
+
+class BlockReader:
+    """A regular file read in blocks, the next one while the caller works on the present one; may be read again.
+
+    A context manager. Reads go through the page cache, which serves a second reading, and which is given back at the
+    end. OSError passes through; NotPlainFile is raised for links, folders, pipes and devices.
+    """
+
+    def __init__(self, path: str):
+        _check_path(path)
+        self._path = path
+        self._blocks: list[np.ndarray] = []
+
+    def __enter__(self) -> "BlockReader":
+        with contextlib.ExitStack() as undo:
+            self._descriptor = self._open()
+            undo.callback(system.close, self._descriptor)
+            status = system.status(self._descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise NotPlainFile("not-regular", f"it is {_file_kind(status.st_mode)}, not a regular file")
+            if status.st_nlink != 1:
+                raise NotPlainFile("hard-link", f"it is a hard link: the file has {status.st_nlink} names")
+            system.set_blocking(self._descriptor)
+            self.size_bytes = status.st_size
+            self.modified_s = status.st_mtime
+            undo.callback(self._forget_all)
+            self._thread = undo.enter_context(ThreadPoolExecutor(1, "block reader"))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._undo.close()
+
+    def _forget_all(self) -> None:
+        if self._blocks:  # a file that was only looked into keeps its place in the cache
+            self._blocks = []
+            system.forget(self._descriptor, 0, 0)
+
+    def _open(self) -> int:
+        try:
+            return system.open_existing(self._path)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise NotPlainFile("symlink", "it is a symbolic link, not the file itself") from error
+            if error.errno == errno.ENXIO:
+                raise NotPlainFile("not-regular", "it is a socket or a device, not a regular file") from error
+            raise
+
+    def current_size(self) -> int:
+        """The file's size now; `size_bytes` is that at opening."""
+        return system.status(self._descriptor).st_size
+
+    def read_at(self, offset: int, size: int) -> bytes:
+        """A few bytes from anywhere, beside the blocks."""
+        data = np.empty(size, np.uint8)
+        self._fill(data, offset)
+        return data.tobytes()
+
+    def start(self, *, forget: bool) -> None:
+        """Begin at the first block; `forget` gives page cache back as soon as a block was used."""
+        if not self._blocks:
+            self._blocks = [allocate_block() for _ in range(2 if self.size_bytes > BLOCK_BYTES else 1)]
+        self._forget = forget
+        self._ahead(0)
+
+    def _ahead(self, offset: int) -> None:
+        """Have the helper thread read the block at `offset`, if there is one."""
+        self._offset = offset
+        size = min(BLOCK_BYTES, self.size_bytes - offset)
+        if size > 0:
+            block = self._blocks[offset // BLOCK_BYTES % 2]
+            self._pending = self._thread.submit(self._read, block[:size], offset)
+
+    def next_block(self) -> np.ndarray:
+        """The next block; it is overwritten when the one after it is asked for."""
+        block = self._pending.result()
+        self._ahead(self._offset + BLOCK_BYTES)
+        return block
+
+    def _read(self, block: np.ndarray, offset: int) -> np.ndarray:
+        """Fill a block; runs in the helper thread."""
+        if self._forget and offset:
+            system.forget(self._descriptor, offset - BLOCK_BYTES, BLOCK_BYTES)
+        self._fill(block, offset)
+        return block
+
+    def _fill(self, data: np.ndarray, offset: int) -> None:
+        filled = 0
+        while filled < data.size:
+            n_read = system.read(self._descriptor, data[filled:], offset + filled)
+            if not n_read:
+                raise OSError(errno.EIO, f"the file became shorter: it ends at {offset + filled}")
+            filled += n_read
+
+
+def _file_kind(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((name for test, name in kinds if test(mode)), "a device")

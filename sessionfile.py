@@ -1,0 +1,768 @@
+"""Session files: one conversation's tokens, running state, checkpoint and K/V written to one checksummed file and read.
+
+It owns writing, the materializing and the two-pass reading, and looking into files without a model; it knows nothing
+of models, HTTP and terminals, and gets K/V through the protocols KvSource and KvSink. Invariant: no byte of a file
+reaches a sink before it was vouched for, and a failed write leaves the destination as it was.
+Read next: sessionlayout.py for the bytes, blockfile.py for the disk, fingerprint.py for the checksums.
+"""
+
+import contextlib
+import enum
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import blockfile
+from blockfile import BLOCK_BYTES, BlockReader, BlockWriter, NotPlainFile, Phase, Progress
+from fingerprint import Hash64, crc32c, hash64
+from sessionlayout import (
+    COUNT,
+    END_MARK,
+    FRAME_BYTES,
+    GEOMETRY,
+    HEADER,
+    IMAGE,
+    KV_HEADER,
+    KV_PARTS,
+    LAYER_RANGE,
+    LIVE_OFFSET,
+    MIN_CHECKPOINT_BYTES,
+    MIN_KV_LAYER_BYTES,
+    OPEN,
+    START_MARK,
+    STATE_ARRAYS,
+    TRAILER,
+    VERSION,
+    Checkpoint,
+    Extent,
+    Header,
+    Identity,
+    Image,
+    KvHeader,
+    KvLayer,
+    KvSink,
+    KvSource,
+    Limits,
+    SessionError,
+    deepest,
+    hex64,
+    invalid,
+    phase_allowance_s,
+    read_peak_bytes,
+    save_peak_bytes,
+    stream_peak_bytes,
+)
+
+__all__ = [
+    "Checkpoint",
+    "Extent",
+    "Identity",
+    "Image",
+    "KvHeader",
+    "KvLayer",
+    "KvSink",
+    "KvSource",
+    "Limits",
+    "ListEntry",
+    "SessionError",
+    "SessionInfo",
+    "SessionReader",
+    "deepest",
+    "inspect_session",
+    "list_sessions",
+    "phase_allowance_s",
+    "read_peak_bytes",
+    "read_session",
+    "save_peak_bytes",
+    "stream_peak_bytes",
+    "verify_session",
+    "write_session",
+]
+
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FOREIGN = (  # starts of files that are met in the place of session files
+    (b"GGUF", "a GGUF model"),
+    (b"qsgg", "a llama.cpp slot file"),
+    (b"nsgg", "a llama.cpp session file"),
+    (b"PK\x03\x04", "a zip archive"),
+    (b"\x1f\x8b", "a gzip file"),
+)
+
+
+# --- Failures of the system ---
+
+
+@contextlib.contextmanager
+def _system_failures(step: Callable[[], str], writer: BlockWriter | None = None) -> Iterator[None]:
+    """Turn what the system refuses into a SessionError whose kind follows from the error number."""
+    try:
+        yield
+    except NotPlainFile as error:
+        raise SessionError("invalid", error.reason, f"not a session file: {error}") from error
+    except MemoryError as error:
+        raise SessionError("memory", "memory", f"{step()}: not enough memory") from error
+    except OSError as error:
+        kind = "storage" if error.errno in _STORAGE_ERRORS else "memory" if error.errno == errno.ENOMEM else "io"
+        text = f"{step()}: {error.strerror or error}"
+        if writer and writer.published:
+            text += "; the new file has already replaced the old one"
+        if writer and writer.leftover:
+            text += f"; {writer.leftover}"
+        raise SessionError(kind, "os", text, published=bool(writer and writer.published)) from error
+
+
+# --- Writing ---
+
+
+def write_session(
+    path: str,
+    image: Image,
+    identity: Identity,
+    sources: Sequence[KvSource] | None = None,
+    *,
+    reserve_bytes: int = 0,
+    durable: bool = True,
+    progress: Progress | None = None,
+    phase: Phase | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> int:
+    """Write a session to `path` and return the file's size; until it is complete an older file there stays.
+
+    K/V comes from the image or, piece by piece, from `sources`, never from both. `reserve_bytes` of the disk must stay
+    free. `warn` is told when the folder cannot be flushed, so that the new name may not survive a power cut.
+    """
+    path = os.fspath(path)
+    _refuse_unwritable(image, sources)
+    layers = sources or image.kv
+    size_bytes = FRAME_BYTES + _payload_bytes(image, layers)
+    if size_bytes > OPEN:
+        raise SessionError("invalid", "too-large", f"the file would have {size_bytes} bytes, more than 64 bits count")
+    if reserve_bytes > 0:
+        _require_disk_space(path, size_bytes, reserve_bytes)
+    with _system_failures(lambda: "opening the file"):
+        writer = BlockWriter(path, size_bytes, progress)
+    with _system_failures(lambda: writer.step, writer), writer:
+        _write_contents(_Output(writer), image, identity, layers)
+        writer.publish(durable=durable, phase=phase)
+    if not writer.folder_flushed and warn:
+        warn("folder flush unsupported: the new file's name may not survive a power cut")
+    return size_bytes
+
+
+def _refuse_unwritable(image: Image, sources: Sequence[KvSource] | None) -> None:
+    if any(record.stage_parts for record in image.records):
+        raise SessionError(
+            "invalid", "layer-split", "state that is split over layers of several devices cannot be saved"
+        )
+    if image.kv and sources:
+        raise SessionError("invalid", "kv-twice", "K/V was given in the image and as sources as well")
+
+
+def _payload_bytes(image: Image, layers: Sequence[KvSource]) -> int:
+    size = LIVE_OFFSET - HEADER.size + 2 * COUNT.size
+    for record in image.records:
+        arrays = sum(COUNT.size + array.size for array in record.state)
+        size += 3 * COUNT.size + 4 * record.n_tokens + IMAGE.size * record.n_images + arrays
+    return size + sum(KV_HEADER.size + sum(COUNT.size + part for part in layer.part_sizes) for layer in layers)
+
+
+def _require_disk_space(path: str, size_bytes: int, reserve_bytes: int) -> None:
+    """A look ahead, not a reservation; a file that is about to be replaced does not count as free."""
+    folder = blockfile.free_space_folder(path)
+    with _system_failures(lambda: f"asking for the free disk space of '{folder}'"):
+        free = blockfile.system.free_bytes(folder)
+    if free < size_bytes or free - size_bytes < reserve_bytes:
+        raise SessionError(
+            "storage",
+            "disk-space",
+            f"not enough disk space in '{folder}': {free} bytes are free, the file takes {size_bytes} "
+            f"and {reserve_bytes} must stay free",
+        )
+
+
+class _Output:
+    """Bytes into the blocks of the file that is written, hashed on their way."""
+
+    def __init__(self, writer: BlockWriter):
+        self._writer = writer
+        self.hash = Hash64()
+
+    def pull(self, size: int, read: Callable[[int, np.ndarray], None]) -> None:
+        """Have `read(offset, out)` fill the next `size` bytes, in pieces that fit the blocks."""
+        offset = 0
+        while offset < size:
+            out = self._writer.space()[: size - offset]
+            read(offset, out)
+            self.hash.update(out)
+            self._writer.advance(out.size)
+            offset += out.size
+
+    def put(self, data) -> None:
+        """Copy bytes, or a uint8 array."""
+        data = np.frombuffer(data, np.uint8)
+
+        def copy(offset: int, out: np.ndarray) -> None:
+            out[:] = data[offset : offset + out.size]
+
+        self.pull(data.size, copy)
+
+    def put_counted(self, array: np.ndarray) -> None:
+        self.put(COUNT.pack(array.size))
+        self.put(np.ascontiguousarray(array))
+
+
+def _write_contents(output: _Output, image: Image, identity: Identity, layers: Sequence[KvSource]) -> None:
+    """Header, payload and trailer, whose hash is that of the payload alone."""
+    fields = (START_MARK, VERSION, HEADER.size, *identity, _payload_bytes(image, layers), 0, 0)
+    head = HEADER.pack(*fields, 0)[: -COUNT.size]
+    output.put(head + COUNT.pack(hash64(head)))
+    output.hash = Hash64()
+    output.put(GEOMETRY.pack(*image.geometry))
+    output.put(LAYER_RANGE.pack(image.layer_lo, image.layer_hi) + COUNT.pack(bool(image.cvec)))
+    _write_record(output, image.live)
+    output.put(COUNT.pack(len(image.checkpoints)))
+    for checkpoint in image.checkpoints:
+        _write_record(output, checkpoint)
+    output.put(COUNT.pack(len(layers)))
+    for layer in layers:
+        _write_layer(output, layer)
+    output.put(TRAILER.pack(output.hash.digest(), END_MARK))
+
+
+def _write_record(output: _Output, record: Checkpoint) -> None:
+    output.put(COUNT.pack(record.n_tokens))
+    output.put(np.ascontiguousarray(record.ids, "<i4"))
+    output.put(COUNT.pack(record.n_images) + b"".join(IMAGE.pack(*image) for image in record.images))
+    for array in record.state:
+        output.put_counted(array)
+    output.put(COUNT.pack(record.used))
+
+
+def _write_layer(output: _Output, layer: KvSource) -> None:
+    output.put(KV_HEADER.pack(*layer.header))
+    for part, size in enumerate(layer.part_sizes):
+        output.put(COUNT.pack(size))
+
+        def read(offset: int, out: np.ndarray, part=part) -> None:
+            try:
+                layer.read(part, offset, out)
+            except MemoryError:
+                raise
+            except Exception as error:  # whatever a pool raises, the file cannot be written
+                raise SessionError("io", "source", str(error)) from error
+
+        output.pull(size, read)
+
+
+# --- Reading: sources of bytes ---
+
+
+class _Stream:
+    """A file's bytes in order, block by block; the payload is hashed as it arrives.
+
+    `check` sees every block before any of its bytes is handed out.
+    """
+
+    def __init__(self, reader: BlockReader, progress: Progress | None, check: Callable[[np.ndarray], None] | None):
+        self.offset = 0
+        self.size_bytes = reader.size_bytes
+        self.hash = Hash64()
+        self._reader = reader
+        self._progress = progress
+        self._check = check
+        self._block = np.empty(0, np.uint8)
+        self._end = 0  # file offset of the end of the present block
+
+    def pieces(self, size: int) -> Iterator[np.ndarray]:
+        """The next `size` bytes as views, each valid until the next one is asked for."""
+        end = self.offset + size
+        while self.offset < end:
+            if self.offset == self._end:
+                self._next_block()
+            start = self.offset - (self._end - self._block.size)
+            piece = self._block[start : start + end - self.offset]
+            self.offset += piece.size
+            yield piece
+
+    def _next_block(self) -> None:
+        start = self._end
+        self._block = self._reader.next_block()
+        self._end += self._block.size
+        if self._check:
+            self._check(self._block)
+        payload = self._block[max(0, HEADER.size - start) : max(0, self.size_bytes - TRAILER.size - start)]
+        self.hash.update(payload)
+        if self._progress:
+            self._progress(self._end, self.size_bytes)
+
+    def take(self, size: int) -> bytes:
+        return b"".join(piece.tobytes() for piece in self.pieces(size))
+
+    def fill(self, out: np.ndarray) -> None:
+        filled = 0
+        for piece in self.pieces(out.size):
+            out[filled : filled + piece.size] = piece
+            filled += piece.size
+
+    def skip(self, size: int) -> None:
+        for _ in self.pieces(size):
+            pass
+
+
+class _Seeker:
+    """A file's bytes by position, for reading the structure alone."""
+
+    def __init__(self, reader: BlockReader):
+        self.offset = 0
+        self.size_bytes = reader.size_bytes
+        self._reader = reader
+
+    def take(self, size: int) -> bytes:
+        data = self._reader.read_at(self.offset, size)
+        self.offset += size
+        return data
+
+    def skip(self, size: int) -> None:
+        self.offset += size
+
+
+# --- Reading: the structure ---
+
+
+def _read_header(source: _Stream | _Seeker, identity: Identity | None) -> Header:
+    """The header, checked in the order of the format; any identity is taken when none is given."""
+    raw = source.take(HEADER.size)
+    header = Header._make(HEADER.unpack(raw))
+    if header.magic != START_MARK:
+        raise _foreign(raw)
+    found = hash64(raw[: -COUNT.size])
+    if header.hash != found:
+        raise invalid("header-hash", "header hash", HEADER.size - COUNT.size, hex64(found), hex64(header.hash))
+    if header.version != VERSION:
+        raise invalid(
+            "version", "format version", 8, VERSION, header.version, advice="this reader knows no other version"
+        )
+    if header.header_bytes != HEADER.size:
+        raise invalid("header-fields", "header size", 12, HEADER.size, header.header_bytes)
+    for offset, reserved in ((40, header.reserved_1), (48, header.reserved_2)):
+        if reserved:
+            raise invalid("header-fields", "reserved header field", offset, 0, hex64(reserved))
+    if identity:
+        _check_identity(header, identity)
+    if header.payload_bytes != source.size_bytes - FRAME_BYTES:
+        expected = source.size_bytes - FRAME_BYTES
+        advice = f"the file has a size of {source.size_bytes} bytes: cut off, or something was appended"
+        raise invalid("size-mismatch", "payload length", 32, expected, header.payload_bytes, advice=advice)
+    return header
+
+
+def _check_identity(header: Header, identity: Identity) -> None:
+    advice = "it was saved with another {}; only that one can go on with it"
+    if header.model != identity.model:
+        what = advice.format("model")
+        raise invalid("model", "model fingerprint", 16, hex64(identity.model), hex64(header.model), advice=what)
+    if header.config != identity.config:
+        what = advice.format("configuration (backend, K/V format, context, rope, engine version)")
+        raise invalid("config", "config fingerprint", 24, hex64(identity.config), hex64(header.config), advice=what)
+
+
+def _foreign(raw: bytes) -> SessionError:
+    """The refusal of a file that starts with something else, named where it is known."""
+    what = next((name for start, name in _FOREIGN if raw.startswith(start)), "")
+    if raw[8:10] == b'{"':
+        what = "a safetensors file"
+    elif raw[:7] == START_MARK[:7]:
+        what = f"the start of a session file, but damaged or of layout {raw[7]}"
+    elif not what and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in raw):
+        what = "text"
+    advice = "not a session file" + (f": it looks like {what}" if what else "")
+    return invalid("magic", "magic", 0, START_MARK, raw[:8], advice=advice)
+
+
+class Keep(enum.IntEnum):
+    """How much of a file becomes arrays; the rest is read past and leaves Extents."""
+
+    LAYOUT = 0
+    TOKENS = 1  # token ids and images
+    STATE = 2  # the running state and the checkpoints' as well
+    ALL = 3  # K/V as well
+
+
+class _Structure:
+    """Takes a payload apart: every count is held against the bytes left and the limits before anything is allocated."""
+
+    def __init__(self, source: _Stream | _Seeker, limits: Limits, keep: Keep):
+        self._source = source
+        self._limits = limits
+        self._keep = keep
+        self._end = source.size_bytes - TRAILER.size
+
+    def read(self) -> Image:
+        geometry = self._fixed(GEOMETRY, "geometry")
+        self._require("geometry", "geometry", HEADER.size, self._limits.geometry, geometry)
+        layers = self._fixed(LAYER_RANGE, "layer range")
+        self._require("layer-range", "layer range", HEADER.size + GEOMETRY.size, self._limits.layer_range, layers)
+        (cvec,) = self._fixed(COUNT, "control vector flag")
+        if cvec > 1:
+            raise invalid("cvec-flag", "control vector flag", LIVE_OFFSET - COUNT.size, "0 or 1", cvec)
+        image = Image(geometry, *layers, bool(cvec), self._record("live"))
+        for i in range(self._count("checkpoint count", MIN_CHECKPOINT_BYTES, self._limits.max_checkpoints)):
+            image.checkpoints.append(self._record(f"checkpoint {i}"))
+        for i in range(self._count("K/V layer count", MIN_KV_LAYER_BYTES, self._limits.max_kv_layers)):
+            image.kv.append(self._layer(i))
+        if self._left:
+            offset = self._source.offset
+            raise invalid("payload-rest", "end of the payload", offset, "no bytes left", f"{self._left} bytes")
+        return image
+
+    @property
+    def _left(self) -> int:
+        return self._end - self._source.offset
+
+    def _require(self, reason: str, section: str, offset: int, expected, found: tuple) -> None:
+        if expected is not None and tuple(expected) != found:
+            raise invalid(
+                reason, section, offset, list(expected), list(found), advice="the session is of another model"
+            )
+
+    def _fixed(self, record: struct.Struct, section: str) -> tuple:
+        if record.size > self._left:
+            raise invalid("payload-short", section, self._source.offset, f"{record.size} bytes", f"{self._left} left")
+        return record.unpack(self._source.take(record.size))
+
+    def _count(self, section: str, element_bytes: int, limit: int) -> int:
+        """A count of elements that are still there to be read and that the caller is ready to take."""
+        offset = self._source.offset
+        (count,) = self._fixed(COUNT, section)
+        most = self._left // element_bytes
+        if count > most:
+            raise invalid("count-payload", section, offset, f"a count of at most {most} in the bytes left", count)
+        if count > limit:
+            raise invalid("count-limit", section, offset, f"at most the limit of {limit}", count)
+        return count
+
+    def _array(self, count: int, dtype: str, kept_from: Keep) -> np.ndarray | Extent:
+        extent = Extent(self._source.offset, count)
+        if self._keep < kept_from:
+            self._source.skip(count * np.dtype(dtype).itemsize)
+            return extent
+        array = np.empty(count, dtype)
+        self._source.fill(array.view(np.uint8))
+        return array
+
+    def _record(self, name: str) -> Checkpoint:
+        limits = self._limits
+        ids = self._array(self._count(f"token ids of {name}", 4, limits.max_tokens), "<i4", Keep.TOKENS)
+        images = self._images(self._count(f"images of {name}", IMAGE.size, limits.max_tokens))
+        state = []
+        for array, most in zip(STATE_ARRAYS, limits.max_state_bytes, strict=True):
+            state.append(self._array(self._count(f"{array} of {name}", 1, most), "u1", Keep.STATE))
+        (used,) = self._fixed(COUNT, f"last use of {name}")
+        return Checkpoint(ids, images, *state, used)
+
+    def _images(self, count: int) -> list[tuple[int, int]] | Extent:
+        if self._keep < Keep.TOKENS:
+            return self._array(count, "V16", Keep.TOKENS)
+        return list(IMAGE.iter_unpack(self._source.take(count * IMAGE.size)))
+
+    def _layer(self, index: int) -> KvLayer:
+        section = f"K/V layer {index}"
+        offset = self._source.offset
+        header = KvHeader._make(self._fixed(KV_HEADER, f"header of {section}"))
+        if not -(1 << 31) <= header.format < 1 << 31:
+            raise invalid("kv-format", f"format of {section}", offset, "a 32-bit value", header.format)
+        limits = self._limits.max_kv_bytes
+        limit = limits[index] if index < len(limits) else (OPEN,) * len(KV_PARTS)
+        parts = []
+        for name, most in zip(KV_PARTS, limit, strict=True):
+            parts.append(self._array(self._count(f"{name} of {section}", 1, most), "u1", Keep.ALL))
+        return KvLayer(header, tuple(parts))
+
+
+# --- Reading: whole files ---
+
+
+def _check_size(size_bytes: int, limits: Limits) -> None:
+    if size_bytes < FRAME_BYTES:
+        advice = "not a session file, or cut off"
+        raise invalid("too-small", "file size", 0, f"at least {FRAME_BYTES} bytes", size_bytes, advice=advice)
+    if size_bytes > limits.largest_file():
+        most = limits.largest_file()
+        raise invalid("too-big", "file size", 0, f"at most the limit of {most} bytes", size_bytes)
+
+
+def _check_trailer(source: _Stream | _Seeker, payload_hash: int | None) -> int:
+    """Hold the trailer against the hash of what was read, if it was; return the stored hash."""
+    offset = source.offset
+    stored, mark = TRAILER.unpack(source.take(TRAILER.size))
+    if payload_hash is not None and stored != payload_hash:
+        raise invalid(
+            "payload-hash", "payload hash", offset, hex64(payload_hash), hex64(stored), advice="bytes were changed"
+        )
+    if mark != END_MARK:
+        raise invalid("end-marker", "end marker", offset + COUNT.size, END_MARK, mark)
+    return stored
+
+
+Admission = Callable[[int], str | None]  # is told the RAM that a reading needs; returns why it cannot have it
+
+
+def _read_all(
+    reader: BlockReader,
+    identity: Identity | None,
+    limits: Limits,
+    keep: Keep,
+    *,
+    admit: Admission | None = None,
+    need_bytes: int = 0,
+    progress: Progress | None = None,
+    ledger: list[int] | None = None,
+) -> tuple[Header, Image, int]:
+    """Read a whole file, check by check in the order of the format; return header, image and payload hash.
+
+    A `ledger` gets the CRC-32C of every block, and the page cache is kept for the second reading that will need it.
+    """
+    _check_size(reader.size_bytes, limits)
+    reader.start(forget=ledger is None)
+    note = None if ledger is None else lambda block: ledger.append(crc32c(block))
+    stream = _Stream(reader, progress, note)
+    header = _read_header(stream, identity)
+    refusal = admit(need_bytes) if admit else None
+    if refusal:
+        raise SessionError("memory", "admit", refusal)
+    image = _Structure(stream, limits, keep).read()
+    return header, image, _check_trailer(stream, stream.hash.digest())
+
+
+def _reading() -> str:
+    return "reading the file"
+
+
+def read_session(
+    path: str,
+    identity: Identity | None,
+    limits: Limits,
+    *,
+    admit: Admission | None = None,
+    progress: Progress | None = None,
+) -> Image:
+    """Read a whole session into memory; nothing is returned of a file that fails any check."""
+    with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
+        need_bytes = read_peak_bytes(reader.size_bytes)
+        return _read_all(reader, identity, limits, Keep.ALL, admit=admit, need_bytes=need_bytes, progress=progress)[1]
+
+
+class SessionReader:
+    """A session restored in two passes of one open file, so that K/V never has to lie in memory beside the pools.
+
+    Entering it is pass 1: everything is read and checked, K/V is dropped and leaves Extents in `image`; with
+    `keep_state` false the five state arrays of every record too. The caller then holds the image against its geometry,
+    makes room, and calls `apply`, which is pass 2. `touched` tells whether a sink has been called: an error before
+    that is a clean refusal, an error after it leaves the sinks half written.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        identity: Identity | None,
+        limits: Limits,
+        *,
+        admit: Admission | None = None,
+        progress: Progress | None = None,
+        keep_state: bool = True,
+    ):
+        self._path = os.fspath(path)
+        self._identity = identity
+        self._limits = limits
+        self._admit = admit
+        self._progress = progress
+        self._keep = Keep.STATE if keep_state else Keep.TOKENS
+        self._ledger: list[int] = []
+        self.touched = False
+
+    def __enter__(self) -> "SessionReader":
+        with _system_failures(_reading), contextlib.ExitStack() as undo:
+            self._reader = undo.enter_context(BlockReader(self._path))
+            self.size_bytes = self._reader.size_bytes
+            _, self.image, self._payload_hash = _read_all(
+                self._reader,
+                self._identity,
+                self._limits,
+                self._keep,
+                admit=self._admit,
+                need_bytes=stream_peak_bytes(self.size_bytes, self._limits),
+                progress=self._progress,
+                ledger=self._ledger,
+            )
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        with _system_failures(_reading):
+            self._undo.close()
+
+    @property
+    def part_sizes(self) -> list[tuple[int, ...]]:
+        """The five part sizes of every K/V layer."""
+        return [layer.part_sizes for layer in self.image.kv]
+
+    def apply(
+        self,
+        sinks: Sequence[KvSink],
+        record_sinks: Sequence[KvSink] = (),
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read the file again and hand every K/V part to its layer's sink, in order, at most a block at a time.
+
+        Without `keep_state` the state arrays go to `record_sinks`: one for the live record, then one a checkpoint.
+        Every block is held against the first pass before any of its bytes is handed on.
+        """
+        targets = self._targets(sinks, record_sinks)
+        with _system_failures(_reading):
+            found = self._reader.current_size()
+            if found != self.size_bytes:
+                raise self._changed("file size", 0, self.size_bytes, found)
+            self._reader.start(forget=True)
+            stream = _Stream(self._reader, progress, self._voucher())
+            for extent, sink, part in targets:
+                stream.skip(extent.offset - stream.offset)
+                self._feed(stream.pieces(extent.size), sink, part)
+            stream.skip(self.size_bytes - TRAILER.size - stream.offset)
+            digest = stream.hash.digest()
+            stored, _ = TRAILER.unpack(stream.take(TRAILER.size))
+        if not digest == stored == self._payload_hash:
+            raise self._changed("payload hash", stream.offset - TRAILER.size, hex64(self._payload_hash), hex64(digest))
+
+    def _targets(self, sinks, record_sinks) -> list[tuple[Extent, KvSink, int]]:
+        """What goes where, in the order of the file, after every size was compared with its sink's."""
+        records = [] if self._keep >= Keep.STATE else self.image.records
+        pairs = [*self._pairs("record", records, record_sinks), *self._pairs("K/V layer", self.image.kv, sinks)]
+        targets = []
+        for name, extents, sink in pairs:
+            for part, extent in enumerate(extents):
+                room = tuple(sink.part_sizes)[part]
+                if room != extent.size:
+                    raise invalid("part-size", f"part size {part} of {name}", extent.offset, room, extent.size)
+                targets.append((extent, sink, part))
+        return targets
+
+    def _pairs(self, what: str, entries: Sequence, sinks: Sequence[KvSink]) -> Iterator[tuple]:
+        if len(entries) != len(sinks):
+            section = f"{what.removeprefix('K/V ')} count"
+            raise invalid(
+                "layer-count", section, LIVE_OFFSET, len(sinks), len(entries), advice="there is not one sink for each"
+            )
+        for i, (entry, sink) in enumerate(zip(entries, sinks, strict=True)):
+            yield f"{what} {i}", entry.parts if isinstance(entry, KvLayer) else entry.state, sink
+
+    def _voucher(self) -> Callable[[np.ndarray], None]:
+        """A check of each block, in order, against the ledger of the first pass."""
+        blocks = enumerate(self._ledger)
+
+        def vouch(block: np.ndarray) -> None:
+            index, expected = next(blocks)
+            found = crc32c(block)
+            if found != expected:
+                raise self._changed("CRC-32C of the block", index * BLOCK_BYTES, f"{expected:08x}", f"{found:08x}")
+
+        return vouch
+
+    def _changed(self, section: str, offset: int, expected, found) -> SessionError:
+        return invalid("changed", section, offset, expected, found, advice="the file changed since the first pass")
+
+    def _feed(self, pieces: Iterator[np.ndarray], sink: KvSink, part: int) -> None:
+        done = 0
+        for piece in pieces:
+            self.touched = True
+            try:
+                sink.write(part, done, piece)
+            except Exception as error:  # whatever a pool raises, it is half written now
+                raise SessionError("io", "sink", f"the K/V could not be taken: {error}") from error
+            done += piece.size
+
+
+# --- Looking into files without a model ---
+
+# Far above any model; a file made to hurt must not fill the memory with records.
+LOOK_LIMITS = Limits(max_checkpoints=1 << 16, max_kv_layers=1 << 16)
+
+
+class SessionInfo(NamedTuple):
+    """What a file says of itself; the arrays of `image` are Extents."""
+
+    path: str
+    size_bytes: int
+    modified_s: float
+    identity: Identity
+    payload_hash: int
+    image: Image
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(sum(layer.part_sizes) for layer in self.image.kv)
+
+    @property
+    def state_bytes(self) -> int:
+        """The running state and the checkpoints'."""
+        return sum(array.size for record in self.image.records for array in record.state)
+
+
+def inspect_session(path: str) -> SessionInfo:
+    """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them."""
+    with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
+        _check_size(reader.size_bytes, LOOK_LIMITS)
+        source = _Seeker(reader)
+        header = _read_header(source, None)
+        image = _Structure(source, LOOK_LIMITS, Keep.LAYOUT).read()
+        payload_hash = _check_trailer(source, None)
+        return _info(path, reader, header, image, payload_hash)
+
+
+def verify_session(path: str, *, progress: Progress | None = None) -> SessionInfo:
+    """Read every byte of a file and hold header, structure, payload hash and end marker; no model is needed."""
+    with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
+        return _info(path, reader, *_read_all(reader, None, LOOK_LIMITS, Keep.LAYOUT, progress=progress))
+
+
+def _info(path: str, reader: BlockReader, header: Header, image: Image, payload_hash: int) -> SessionInfo:
+    identity = Identity(header.model, header.config)
+    return SessionInfo(path, reader.size_bytes, reader.modified_s, identity, payload_hash, image)
+
+
+class ListEntry(NamedTuple):
+    """One file of a folder; `refusal` says what is wrong with one whose other fields stay empty."""
+
+    name: str
+    size_bytes: int = 0
+    modified_s: float = 0.0
+    n_tokens: int = 0
+    identity: Identity | None = None
+    refusal: SessionError | None = None
+
+
+def list_sessions(folder: str) -> list[ListEntry]:
+    """The session files of a folder by name, from their headers; hidden files and files of other kinds are left out."""
+    with _system_failures(lambda: f"reading the folder '{folder}'"), os.scandir(folder) as entries:
+        names = [e.name for e in entries if not e.name.startswith(".") and e.is_file(follow_symlinks=False)]
+    entries = (_list_entry(folder, name) for name in sorted(names))
+    return [entry for entry in entries if entry]
+
+
+def _list_entry(folder: str, name: str) -> ListEntry | None:
+    try:
+        with _system_failures(_reading), BlockReader(os.path.join(folder, name)) as reader:
+            size_bytes = reader.size_bytes
+            if reader.read_at(0, min(size_bytes, len(START_MARK))) != START_MARK:
+                return None
+            _check_size(size_bytes, LOOK_LIMITS)
+            header = _read_header(_Seeker(reader), None)
+            (n_tokens,) = COUNT.unpack(reader.read_at(LIVE_OFFSET, COUNT.size))
+            return ListEntry(name, size_bytes, reader.modified_s, n_tokens, Identity(header.model, header.config))
+    except SessionError as error:
+        gone = isinstance(error.__cause__, FileNotFoundError)
+        return None if gone else ListEntry(name, refusal=error)

@@ -1,0 +1,249 @@
+"""The layout of a session file, format v1: its records, the limits a reader sets, what a save or a restore may need.
+
+It owns every number of the format and the one exception; it touches no file and knows nothing of models. Invariant:
+integers are little-endian and of fixed width, so an image and an identity give the same bytes on every machine.
+`man/strata-session.5` is the same as a table. Read next: sessionfile.py, which writes and reads it.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from blockfile import BLOCK_BYTES
+
+START_MARK = b"STRSESS\x01"
+END_MARK = b"STRSEND\x01"
+VERSION = 1
+HEADER = struct.Struct("<8sIIQQQQQQ")
+GEOMETRY = struct.Struct("<18q")
+LAYER_RANGE = struct.Struct("<2q")
+COUNT = struct.Struct("<Q")
+IMAGE = struct.Struct("<qQ")
+KV_HEADER = struct.Struct("<7q")
+TRAILER = struct.Struct("<Q8s")
+FRAME_BYTES = HEADER.size + TRAILER.size  # the smallest file by size alone; the smallest valid one has 328 bytes
+LIVE_OFFSET = HEADER.size + GEOMETRY.size + LAYER_RANGE.size + COUNT.size  # of the live record
+
+STATE_ARRAYS = ("gdn", "ple", "tails", "dead", "block_pos")
+KV_PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
+MIN_CHECKPOINT_BYTES = 72  # one word above the real minimum, as every reader of this format counts
+MIN_KV_LAYER_BYTES = KV_HEADER.size + len(KV_PARTS) * COUNT.size
+OPEN = (1 << 64) - 1  # a limit that limits nothing, and where sums saturate
+MIB = 1 << 20
+KV_SOURCE_BYTES = 160  # what a layer's source takes in RAM, and its bookkeeping, in the estimate for a save
+KV_BOOKKEEPING_BYTES = 256
+
+
+class SessionError(Exception):
+    """A session file was refused or could not be written or read.
+
+    `kind` is invalid, storage, memory or io; `reason` a short code; `published` tells that the new file has already
+    replaced the old one. Where bytes of a file were wrong, section, offset, expected and found say which.
+    """
+
+    def __init__(self, kind, reason, text, *, published=False, section="", offset=None, expected="", found=""):
+        super().__init__(text)
+        self.kind = kind
+        self.reason = reason
+        self.published = published
+        self.section = section
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+
+
+def invalid(reason: str, section: str, offset: int, expected, found, *, advice: str = "") -> SessionError:
+    """The refusal of a file for what it holds at one place."""
+    text = f"{section} at offset {offset}: expected {expected}, found {found}" + (f"; {advice}" if advice else "")
+    return SessionError(
+        "invalid", reason, text, section=section, offset=offset, expected=str(expected), found=str(found)
+    )
+
+
+def hex64(value: int) -> str:
+    return f"{value:016x}"
+
+
+# --- Records ---
+
+
+class Header(NamedTuple):
+    magic: bytes
+    version: int
+    header_bytes: int
+    model: int
+    config: int
+    payload_bytes: int
+    reserved_1: int
+    reserved_2: int
+    hash: int
+
+
+class Identity(NamedTuple):
+    """Fingerprints of the model and of the configuration that a session belongs to."""
+
+    model: int
+    config: int
+
+
+class Extent(NamedTuple):
+    """Where an array lies in the file, in place of the array itself; `size` counts elements."""
+
+    offset: int
+    size: int
+
+
+class KvHeader(NamedTuple):
+    format: int
+    cells: int
+    heads: int
+    head_dim: int
+    page_size: int
+    pooled_rows: int
+    idx_dim: int
+
+
+class KvSource(Protocol):
+    """One layer's K/V where it lives, read piece by piece into the block that is written."""
+
+    header: KvHeader
+    part_sizes: Sequence[int]  # bytes of k, v, k_scale, v_scale, pooled
+
+    def read(self, part: int, offset: int, out: np.ndarray) -> None:
+        """Fill `out` (uint8) with the bytes of a part from `offset` on."""
+
+
+class KvSink(Protocol):
+    """Five arrays' worth of room for what a restore reads: a layer's K/V, or the running state of one record."""
+
+    part_sizes: Sequence[int]
+
+    def write(self, part: int, offset: int, data: np.ndarray) -> None:
+        """Take `data` (uint8, valid only during the call) as the bytes of a part from `offset` on."""
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """Everything that folds a token prefix into fixed size: the live conversation, or a checkpoint of it.
+
+    The five state arrays are uint8, or Extents where only their place in the file was asked for.
+    """
+
+    ids: np.ndarray | Extent  # int32 [T]
+    images: list[tuple[int, int]] | Extent = field(default_factory=list)  # (start position, identity hash)
+    gdn: np.ndarray | Extent = field(default_factory=lambda: np.empty(0, np.uint8))
+    ple: np.ndarray | Extent = field(default_factory=lambda: np.empty(0, np.uint8))
+    tails: np.ndarray | Extent = field(default_factory=lambda: np.empty(0, np.uint8))
+    dead: np.ndarray | Extent = field(default_factory=lambda: np.empty(0, np.uint8))
+    block_pos: np.ndarray | Extent = field(default_factory=lambda: np.empty(0, np.uint8))
+    used: int = 0  # stamp of the last use
+    pinned: bool = False  # of the run time, not stored
+    stage_parts: Sequence = ()  # state on further devices, which a file cannot hold
+
+    @property
+    def n_tokens(self) -> int:
+        return self.ids.size
+
+    @property
+    def n_images(self) -> int:
+        return self.images.size if isinstance(self.images, Extent) else len(self.images)
+
+    @property
+    def state(self) -> tuple:
+        """The five state arrays in the order of the file."""
+        return tuple(getattr(self, name) for name in STATE_ARRAYS)
+
+
+@dataclass(eq=False)
+class KvLayer:
+    """One layer's K/V; a KvSource when its parts are arrays."""
+
+    header: KvHeader
+    parts: tuple  # five uint8 arrays, or five Extents
+
+    @property
+    def part_sizes(self) -> tuple[int, ...]:
+        return tuple(part.size for part in self.parts)
+
+    def read(self, part: int, offset: int, out: np.ndarray) -> None:
+        out[:] = self.parts[part][offset : offset + out.size]
+
+
+@dataclass(eq=False)
+class Image:
+    """All that a session file holds beside the identity."""
+
+    geometry: Sequence[int]  # 18 values
+    layer_lo: int
+    layer_hi: int
+    cvec: bool
+    live: Checkpoint
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    kv: list[KvLayer] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[Checkpoint]:
+        """The live record and the checkpoints, in the order of the file."""
+        return [self.live, *self.checkpoints]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a reader is ready to take; every field left alone is open."""
+
+    max_file_bytes: int = OPEN
+    max_tokens: int = OPEN
+    max_checkpoints: int = OPEN
+    max_kv_layers: int = OPEN
+    max_state_bytes: tuple[int, ...] = (OPEN,) * len(STATE_ARRAYS)
+    max_kv_bytes: Sequence[Sequence[int]] = ()  # five part sizes for each layer
+    geometry: Sequence[int] | None = None
+    layer_range: tuple[int, int] | None = None
+
+    def largest_file(self) -> int:
+        """The size of the largest file that keeps to every other limit, or the given cap if that is smaller."""
+        limits = (self.max_tokens, self.max_checkpoints, self.max_kv_layers, *self.max_state_bytes)
+        if OPEN in limits or len(self.max_kv_bytes) < self.max_kv_layers:
+            return self.max_file_bytes
+        record = 16 + 20 * self.max_tokens + sum(8 + size for size in self.max_state_bytes) + 8
+        layers = self.max_kv_bytes[: self.max_kv_layers]
+        payload = LIVE_OFFSET - HEADER.size + record + 8 + self.max_checkpoints * record + 8
+        payload += sum(KV_HEADER.size + sum(8 + size for size in parts) for parts in layers)
+        return min(FRAME_BYTES + payload, self.max_file_bytes, OPEN)
+
+
+# --- Estimates: how much memory and time a save or a restore may take ---
+
+
+def read_peak_bytes(file_bytes: int) -> int:
+    """RAM of a materializing read."""
+    return min(file_bytes + BLOCK_BYTES + (file_bytes // BLOCK_BYTES + 1) * 4096 + MIB, OPEN)
+
+
+def stream_peak_bytes(file_bytes: int, limits: Limits) -> int:
+    """RAM of the first pass of a streaming restore: two blocks, the records, the ledger."""
+    record = 20 * limits.max_tokens + sum(limits.max_state_bytes) + 64
+    checkpoints = file_bytes if limits.max_checkpoints == OPEN else limits.max_checkpoints * record
+    held = min(record + checkpoints, file_bytes)
+    return min(2 * BLOCK_BYTES + MIB + held + (file_bytes // BLOCK_BYTES + 1) * 48, OPEN)
+
+
+def save_peak_bytes(checkpoint_bytes: int, state_bytes: int, n_tokens: int, n_images: int, n_kv_layers: int) -> int:
+    """RAM of a save; `checkpoint_bytes` is the size of the checkpoint that goes with it, 0 for none."""
+    layers = n_kv_layers * (KV_SOURCE_BYTES + KV_BOOKKEEPING_BYTES)
+    records = 2 * checkpoint_bytes + state_bytes + 4 * n_tokens + 16 * n_images
+    return min(BLOCK_BYTES + MIB + records + layers, OPEN)
+
+
+def phase_allowance_s(size_bytes: int) -> int:
+    """How long one blocking step over so many bytes may stay silent."""
+    return min(3600, 60 + min(size_bytes >> 22, 3600))
+
+
+def deepest(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint that a save takes: most tokens, the first of equals, among the pinned ones if there are any."""
+    pinned = [checkpoint for checkpoint in checkpoints if checkpoint.pinned]
+    return max(pinned or checkpoints, key=lambda checkpoint: checkpoint.n_tokens, default=None)
