@@ -24,7 +24,7 @@ PLE_DILATION = 3
 L2_EPS = 1e-6
 
 
-class ReferenceError(Exception):
+class ReferenceModelError(Exception):
     """The file, the ids or the options are outside what this reference computes."""
 
 
@@ -62,13 +62,13 @@ class ReferenceModel:
 
     def __init__(self, path: str | Path, kv: str | None = None):
         reader = GGUFReader(path)
-        self.meta = {name: field.contents() for name, field in reader.fields.items()}
+        self.meta = {name: entry.contents() for name, entry in reader.fields.items()}
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.arch = self.meta["general.architecture"]
         if self.arch not in ARCHITECTURES:
-            raise ReferenceError(f"architecture {self.arch!r} is none of {', '.join(sorted(ARCHITECTURES))}")
+            raise ReferenceModelError(f"architecture {self.arch!r} is none of {', '.join(sorted(ARCHITECTURES))}")
         if kv is not None and kv not in KV_FORMATS:
-            raise ReferenceError(f"kv {kv!r} is none of {', '.join(KV_FORMATS)}")
+            raise ReferenceModelError(f"kv {kv!r} is none of {', '.join(KV_FORMATS)}")
         self.kv = kv
         self._read_sizes()
 
@@ -95,13 +95,12 @@ class ReferenceModel:
         that. A chain of drafts appends the residual of the last cell and the drafted token, and calls again. `window`
         keeps only the last so many cells in sight.
         """
-        if not self.n_draft:
-            raise ReferenceError("the file has no draft layer")
+        if not self.n_draft or self.arch != "qwen4exp":
+            raise ReferenceModelError("the file has no draft layer of the qwen4exp kind")
         block = f"blk.{self.n_layers}.nextn."
         residual = np.asarray(residual, np.float64)
-        token = rms(
-            self.weight("token_embd.weight", self._checked(next_ids)), self.weight(block + "enorm.weight"), self.eps
-        )
+        embedded = self.weight("token_embd.weight", self._checked(next_ids))
+        token = rms(embedded, self.weight(block + "enorm.weight"), self.eps)
         # One norm over all streams together, as the model's trainers have it; other engines norm each stream.
         hidden = rms(residual.reshape(len(residual), -1), self.weight(block + "hnorm.weight"), self.eps)
         on_token, on_hidden = np.split(self.weight(block + "eh_proj.weight"), 2, axis=1)
@@ -113,7 +112,7 @@ class ReferenceModel:
     def _checked(self, ids) -> list[int]:
         ids = [int(i) for i in ids]
         if not ids or min(ids) < 0 or max(ids) >= self.n_vocab:
-            raise ReferenceError(f"expected one token id or more, each from 0 to {self.n_vocab - 1}")
+            raise ReferenceModelError(f"expected one token id or more, each from 0 to {self.n_vocab - 1}")
         return ids
 
     def _block(self, run: Run, layer: int, mixer):
@@ -127,7 +126,7 @@ class ReferenceModel:
     def weight(self, name: str, rows=None) -> np.ndarray:
         """A tensor in float64, or only the rows (first axis) asked for."""
         if name not in self.tensors:
-            raise ReferenceError(f"tensor {name} is missing")
+            raise ReferenceModelError(f"tensor {name} is missing")
         tensor = self.tensors[name]
         data = tensor.data if rows is None else tensor.data[rows]
         return dequantize(data, tensor.tensor_type).astype(np.float64)
@@ -141,7 +140,7 @@ class ReferenceModel:
         """A metadata value below the architecture's prefix."""
         value = self.meta.get(f"{self.arch}.{name}", default)
         if value is None:
-            raise ReferenceError(f"metadata key {self.arch}.{name} is missing")
+            raise ReferenceModelError(f"metadata key {self.arch}.{name} is missing")
         return value
 
     def _read_sizes(self):
@@ -157,7 +156,7 @@ class ReferenceModel:
         self.n_rot = self.key("rope.dimension_count", self.head_dim)
         self.rope_base = self.key("rope.freq_base", 10000.0)
         if self.key("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in self.tensors:
-            raise ReferenceError("scaled rotary positions are not computed here")
+            raise ReferenceModelError("scaled rotary positions are not computed here")
         self.streams = self.key("hyper_connection.count", 1)
         self.ple_layers = self.key("ple.layers", [])
         self.block_sizes = self.key("attention.compress_ratios", [0] * (self.n_layers + self.n_draft))
@@ -436,7 +435,7 @@ def round_kv(x: np.ndarray, kind: str) -> np.ndarray:
     if kind == "fp16":
         return x.astype(np.float16).astype(np.float64)
     if x.shape[-1] % 64:
-        raise ReferenceError(f"a head of {x.shape[-1]} values cannot be stored in groups of 64")
+        raise ReferenceModelError(f"a head of {x.shape[-1]} values cannot be stored in groups of 64")
     if kind == "int8":
         return round_int8(x.reshape(-1, 64)).reshape(x.shape)
     rotation = hadamard(x.shape[-1])
@@ -463,7 +462,7 @@ def round_q4_0(blocks: np.ndarray) -> np.ndarray:
 def hadamard(width: int) -> np.ndarray:
     """The orthonormal Walsh-Hadamard matrix in natural order, its own inverse."""
     if width & (width - 1):
-        raise ReferenceError(f"a head of {width} values is not a power of two and cannot be rotated")
+        raise ReferenceModelError(f"a head of {width} values is not a power of two and cannot be rotated")
     matrix = np.ones((1, 1))
     while len(matrix) < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import reference
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
-from reference import ReferenceError, ReferenceModel
+
+import reference
+from reference import ReferenceModel, ReferenceModelError
 
 DATA = Path(__file__).parent / "data" / "model"
 MODELS = sorted(path.stem for path in DATA.glob("*.npz"))
@@ -404,17 +405,17 @@ def test_tokenizer_of_the_llama_file_is_complete():
 @pytest.mark.parametrize("ids", [[], [-1], [96]])
 def test_ids_outside_the_vocabulary_are_refused(ids):
     model, *_ = load("qwen3")
-    with pytest.raises(ReferenceError, match="from 0 to 95"):
+    with pytest.raises(ReferenceModelError, match="from 0 to 95"):
         model.logits(ids)
 
 
 def test_what_it_does_not_compute_is_refused():
-    with pytest.raises(ReferenceError, match="'types' is none of"):
+    with pytest.raises(ReferenceModelError, match="'types' is none of"):
         ReferenceModel(DATA / "types.gguf")
-    with pytest.raises(ReferenceError, match="'q8' is none of fp16, int8"):
+    with pytest.raises(ReferenceModelError, match="'q8' is none of fp16, int8"):
         load("qwen3", kv="q8")
     model, ids, _ = load("qwen3", kv="int8")
-    with pytest.raises(ReferenceError, match="groups of 64"):
+    with pytest.raises(ReferenceModelError, match="groups of 64"):
         model.logits(ids)
-    with pytest.raises(ReferenceError, match="no draft layer"):
+    with pytest.raises(ReferenceModelError, match="no draft layer"):
         model.draft(np.zeros((1, 1, 64)), [1])
