@@ -73,7 +73,7 @@ def get_parser() -> argparse.ArgumentParser:
     """The whole command line; also read by argparse-manpage."""
     parser = argparse.ArgumentParser(
         prog="strata",
-        usage="strata --serve [OPTION]...\n       strata COMMAND [ARGUMENT]...\n       strata --help | --version",
+        usage="strata (--serve [OPTION]... | COMMAND [ARGUMENT]...)",
         allow_abbrev=False,
         description="Serves one long conversation with a local language model and lets it survive a restart.",
         epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage.",
@@ -88,7 +88,7 @@ def get_parser() -> argparse.ArgumentParser:
         help="JSON object with options of --serve, the same names with _ for -; an option given here as well wins",
     )
     _add_serve_options(parser)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="strata")
     _add_session(commands)
     _add_filters(commands)
     _add_demo(commands)
@@ -145,7 +145,7 @@ def _add_filters(commands) -> None:
     detokenize = commands.add_parser(
         "detokenize",
         allow_abbrev=False,
-        help="'T <id>' lines or plain ids on stdin to text, as they come; other lines go to stderr",
+        help="lines 'T <id>' or plain ids on stdin to text, as they come; other lines go to stderr",
     )
     detokenize.add_argument("--model", metavar="PATH", required=True, help="GGUF file whose tokenizer is used")
     detokenize.set_defaults(run=run_detokenize)
