@@ -1,0 +1,1206 @@
+"""The operations of a forward pass on the CPU, in Numba.
+
+It owns arithmetic on plain arrays; it knows no layer, no token and no file. Invariant: what is computed for a token does
+not depend on which other tokens stand in the same call or how many threads run it: every sum has one fixed order.
+kernels_cuda.py has the same names. Read next: model.py.
+
+Weights lie in *packs*: sixteen rows side by side in the lanes of a vector, so no sum runs across lanes, and blocks of 32
+(K types: 256) input columns, in as many bits as in the file. Inside a block the codes stand in *quads*: four columns of
+sixteen rows, 64 bytes, a row's four bytes in one 32-bit lane.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray, prange
+
+import simd
+from jit import njit
+
+ROWS = 16  # rows of a pack, the lanes of a vector
+BLOCK = 32  # columns decoded at once
+TILE = 64  # tokens that share one decoding of a block
+
+F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K = range(9)
+BLOCK_COLUMNS = {F32: 32, F16: 32, BF16: 32, Q8_0: 32, Q4_0: 32, Q4_1: 32, Q4_K: 256, Q5_K: 256, Q6_K: 256}
+BLOCK_BYTES = {F32: 2048, F16: 1024, BF16: 1024, Q8_0: 544, Q4_0: 288, Q4_1: 320, Q4_K: 2368, Q5_K: 2880, Q6_K: 3360}
+_BYTES = np.array([BLOCK_BYTES[kind] for kind in range(9)], dtype=np.int64)
+
+
+# --- packs: weights as the kernels read them ----------------------------------------------------------------------
+
+
+class Pack(NamedTuple):
+    """Weights of one or more matrices of a shape, packed. data uint8 [matrix][row group][block][bytes]."""
+
+    kind: int
+    data: np.ndarray
+    n_rows: int
+    n_cols: int
+    n_matrices: int
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of sixteen rows."""
+        return -(-self.n_cols // BLOCK_COLUMNS[self.kind]) * BLOCK_BYTES[self.kind]
+
+
+def pack(kind, raw, n_cols):
+    """Pack matrices as they stand in a file: raw [matrices, rows, ...], float32/float16/uint16 or uint8 blocks.
+
+    Raises ValueError where the width cannot be cut into the kind's blocks.
+    """
+    if n_cols % (BLOCK_COLUMNS[kind] if kind >= Q8_0 else 4):
+        raise ValueError(f"a width of {n_cols} cannot be packed")
+    n_matrices, n_rows = raw.shape[:2]
+    groups = -(-n_rows // ROWS)
+    blocks = -(-n_cols // BLOCK_COLUMNS[kind])
+    data = np.zeros((n_matrices, groups, blocks, BLOCK_BYTES[kind]), np.uint8)
+    for matrix in range(n_matrices):
+        rows = raw[matrix].reshape(n_rows, -1)
+        if n_rows % ROWS:
+            rows = np.concatenate([rows, np.zeros((groups * ROWS - n_rows, rows.shape[1]), rows.dtype)])
+        _PACKERS[kind](rows.reshape(groups, ROWS, -1), data[matrix])
+    return Pack(kind, data.reshape(-1), n_rows, n_cols, n_matrices)
+
+
+def _pack_floats(rows, out):
+    groups, blocks = out.shape[:2]
+    padded = np.zeros((groups, ROWS, blocks * BLOCK), rows.dtype)
+    padded[:, :, : rows.shape[2]] = rows
+    columns = padded.reshape(groups, ROWS, blocks, BLOCK).transpose(0, 2, 3, 1)
+    out[:] = np.ascontiguousarray(columns).reshape(groups, blocks, -1).view(np.uint8)
+
+
+def _blocks(rows, block_bytes):
+    """[groups, 16, bytes] to [groups, blocks, 16, block_bytes]."""
+    return rows.reshape(rows.shape[0], ROWS, -1, block_bytes).transpose(0, 2, 1, 3)
+
+
+def _lanes(fields):
+    """Fields [groups, blocks, 16, n] to the lane order [groups, blocks, n * 16], as bytes of whole fields."""
+    return np.ascontiguousarray(np.swapaxes(fields, 2, 3)).reshape(*fields.shape[:2], -1)
+
+
+def _halves(blocks, first, n):
+    """`n` float16 fields at byte `first` of every block, lane order, as bytes."""
+    fields = np.ascontiguousarray(blocks[..., first : first + 2 * n]).view(np.uint16)
+    return _lanes(fields).view(np.uint8)
+
+
+def _quads(codes):
+    """Codes [groups, blocks, 16, columns] to [groups, blocks, quads, 64]: four columns of a row in one lane."""
+    groups, blocks, _, columns = codes.shape
+    quads = codes.reshape(groups, blocks, ROWS, columns // 4, 4).transpose(0, 1, 3, 2, 4)
+    return np.ascontiguousarray(quads).reshape(groups, blocks, columns // 4, 64)
+
+
+def _nibble_quads(codes):
+    """32-column codes: the low 4 bits of quads 0..3 beside those of quads 4..7, in [groups, blocks, 256]."""
+    quads = _quads(codes) & 15
+    both = quads[:, :, :4] | quads[:, :, 4:] << 4
+    return both.reshape(*both.shape[:2], -1)
+
+
+def _nibbles(packed):
+    """ggml's nibbles: the low ones are the first half of a block, the high ones the second."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _pack_q8_0(rows, out):
+    blocks = _blocks(rows, 34)
+    out[..., :32] = _halves(blocks, 0, 1)
+    out[..., 32:] = _quads(blocks[..., 2:]).reshape(*out.shape[:2], -1)
+
+
+def _pack_q4_0(rows, out):
+    blocks = _blocks(rows, 18)
+    out[..., :32] = _halves(blocks, 0, 1)
+    out[..., 32:] = _nibble_quads(_nibbles(blocks[..., 2:]))
+
+
+def _pack_q4_1(rows, out):
+    blocks = _blocks(rows, 20)
+    out[..., :64] = _halves(blocks, 0, 2)
+    out[..., 64:] = _nibble_quads(_nibbles(blocks[..., 4:]))
+
+
+def _k_scales(packed):
+    """The eight 6-bit scales and minima of Q4_K and Q5_K out of their 12 bytes."""
+    low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=-1)
+    minima = np.concatenate([mid & 63, (high >> 4) | (mid >> 6) << 4], axis=-1)
+    return scales, minima
+
+
+def _put_k_header(blocks, out):
+    out[..., :64] = _halves(blocks, 0, 2)
+    scales, minima = _k_scales(blocks[..., 4:16])
+    out[..., 64:192] = _lanes(scales)
+    out[..., 192:320] = _lanes(minima)
+
+
+def _k_codes(nibbles):
+    """128 bytes of Q4_K or Q5_K to 256 codes: 64 columns at a time, low nibbles first."""
+    chunks = nibbles.reshape(*nibbles.shape[:-1], 4, 32)
+    return np.concatenate([chunks & 15, chunks >> 4], axis=-1).reshape(*nibbles.shape[:-1], 256)
+
+
+def _put_sub_blocks(codes, first_byte, sub_bytes, out, high_planes):
+    """Each 32-column sub-block: nibble quads, then its planes of higher bits."""
+    for sub in range(8):
+        part = codes[..., sub * 32 : sub * 32 + 32]
+        at = first_byte + sub * sub_bytes
+        out[..., at : at + 256] = _nibble_quads(part)
+        if high_planes:
+            out[..., at + 256 : at + sub_bytes] = high_planes(part >> 4)
+
+
+def _fifth_bits(high):
+    """One bit a column: byte j of a lane holds the bits of column 4 q + j at bit q."""
+    quads = _quads(high)
+    return np.bitwise_or.reduce(quads << np.arange(8, dtype=np.uint8)[:, None], axis=2)
+
+
+def _top_two_bits(high):
+    """Two bits a column: plane p holds quads 4 p .. 4 p + 3, quad q at bits 2 (q mod 4)."""
+    quads = _quads(high).reshape(*high.shape[:2], 2, 4, 64)
+    planes = np.bitwise_or.reduce(quads << (2 * np.arange(4, dtype=np.uint8))[:, None], axis=3)
+    return planes.reshape(*high.shape[:2], 128)
+
+
+def _pack_q4_k(rows, out):
+    blocks = _blocks(rows, 144)
+    _put_k_header(blocks, out)
+    _put_sub_blocks(_k_codes(blocks[..., 16:]), 320, 256, out, None)
+
+
+def _pack_q5_k(rows, out):
+    blocks = _blocks(rows, 176)
+    _put_k_header(blocks, out)
+    bits = np.unpackbits(blocks[..., 16:48, None], axis=-1, bitorder="little")  # [..., column mod 32, sub-block]
+    high = np.swapaxes(bits, -1, -2).reshape(*bits.shape[:-2], 256)
+    _put_sub_blocks(_k_codes(blocks[..., 48:]) | high << 4, 320, 320, out, _fifth_bits)
+
+
+def _q6_codes(low, high):
+    """ggml's order of Q6_K: two halves of 128 columns, each four runs of 32 that share the bytes of `high`."""
+    halves = []
+    for half in range(2):
+        ql, qh = low[..., half * 64 : half * 64 + 64], high[..., half * 32 : half * 32 + 32]
+        runs = (ql[..., :32] & 15, ql[..., 32:] & 15, ql[..., :32] >> 4, ql[..., 32:] >> 4)
+        halves += [run | ((qh >> 2 * i) & 3) << 4 for i, run in enumerate(runs)]
+    return np.concatenate(halves, axis=-1)
+
+
+def _pack_q6_k(rows, out):
+    blocks = _blocks(rows, 210)
+    out[..., :32] = _halves(blocks, 208, 1)
+    out[..., 32:288] = _lanes(blocks[..., 192:208])
+    _put_sub_blocks(_q6_codes(blocks[..., :128], blocks[..., 128:192]), 288, 384, out, _top_two_bits)
+
+
+_PACKERS = (
+    _pack_floats, _pack_floats, _pack_floats, _pack_q8_0, _pack_q4_0, _pack_q4_1, _pack_q4_k, _pack_q5_k, _pack_q6_k,
+)
+
+
+@njit
+def _decode_quad(codes, quad, scale, offset, out):
+    """Four columns of sixteen rows, `codes` one unsigned byte each, to scale * code + offset in `out`."""
+    for j in range(4):
+        value = simd.to_float(simd.bits(codes, np.int32(8 * j), np.int32(255)))
+        simd.store(out, (4 * quad + j) * ROWS, simd.fma(value, scale, offset))
+
+
+@njit
+def _decode_float(kind, data, at, out):
+    for k in range(BLOCK):
+        if kind == F32:
+            value = simd.load_f32(data, at + k * 64)
+        elif kind == F16:
+            value = simd.load_f16(data, at + k * 32)
+        else:
+            value = simd.load_bf16(data, at + k * 32)
+        simd.store(out, k * ROWS, value)
+
+
+@njit
+def _decode_q8_0(data, at, out):
+    scale = simd.load_f16(data, at)
+    for quad in range(8):
+        codes = simd.load_i32(data, at + 32 + quad * 64)
+        for j in range(4):
+            value = simd.signed_byte(codes, np.int32(j))
+            simd.store(out, (4 * quad + j) * ROWS, simd.mul(value, scale))
+
+
+@njit
+def _decode_nibbles(data, at, scale, offset, out):
+    for quad in range(4):
+        both = simd.load_i32(data, at + quad * 64)
+        _decode_quad(simd.bits(both, np.int32(0), np.int32(0x0F0F0F0F)), quad, scale, offset, out)
+        _decode_quad(simd.bits(both, np.int32(4), np.int32(0x0F0F0F0F)), quad + 4, scale, offset, out)
+
+
+@njit
+def _decode_5_bits(data, at, scale, offset, out):
+    high = simd.load_i32(data, at + 256)
+    for quad in range(8):
+        both = simd.load_i32(data, at + (quad & 3) * 64)
+        low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
+        bit = simd.shift_left(simd.bits(high, np.int32(quad), np.int32(0x01010101)), np.int32(4))
+        _decode_quad(simd.either(low, bit), quad, scale, offset, out)
+
+
+@njit
+def _decode_6_bits(data, at, d, scales_at, out):
+    """Signed 6-bit codes with a scale for each half of the block (16 columns)."""
+    for quad in range(8):
+        scale = simd.mul(d, simd.load_i8(data, scales_at + (quad >> 2) * ROWS))
+        both = simd.load_i32(data, at + (quad & 3) * 64)
+        low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
+        plane = simd.load_i32(data, at + 256 + (quad >> 2) * 64)
+        top = simd.shift_left(simd.bits(plane, np.int32(2 * (quad & 3)), np.int32(0x03030303)), np.int32(4))
+        _decode_quad(simd.either(low, top), quad, scale, simd.mul(scale, simd.splat(np.float32(-32))), out)
+
+
+@njit
+def _decode_k(kind, data, at, sub, out):
+    """Sub-block `sub` (32 columns) of a 256-column block of Q4_K, Q5_K or Q6_K."""
+    d = simd.load_f16(data, at)
+    if kind == Q6_K:
+        _decode_6_bits(data, at + 288 + sub * 384, d, at + 32 + sub * 32, out)
+        return
+    scale = simd.mul(d, simd.load_u8(data, at + 64 + sub * ROWS))
+    lowest = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + sub * ROWS))
+    offset = simd.sub(simd.splat(np.float32(0)), lowest)
+    if kind == Q4_K:
+        _decode_nibbles(data, at + 320 + sub * 256, scale, offset, out)
+    else:
+        _decode_5_bits(data, at + 320 + sub * 320, scale, offset, out)
+
+
+@njit
+def _decode(kind, data, at, block, out):
+    """Decode block `block` (32 columns x 16 rows) of the row group at byte `at` into `out`, column by column."""
+    if kind >= Q4_K:
+        _decode_k(kind, data, at + (block >> 3) * _BYTES[kind], block & 7, out)
+        return
+    at += block * _BYTES[kind]
+    if kind == Q4_1:
+        _decode_nibbles(data, at + 64, simd.load_f16(data, at), simd.load_f16(data, at + 32), out)
+    elif kind == Q4_0:
+        scale = simd.load_f16(data, at)
+        _decode_nibbles(data, at + 32, scale, simd.mul(scale, simd.splat(np.float32(-8))), out)
+    elif kind == Q8_0:
+        _decode_q8_0(data, at, out)
+    else:
+        _decode_float(kind, data, at, out)
+
+
+# --- matrix products ----------------------------------------------------------------------------------------------
+
+
+@njit
+def _block_1(weights, n_quads, x, at, sums, token):
+    """One token: four partial sums (column mod 4), added in one order to the token's sixteen running sums."""
+    zero = simd.splat(np.float32(0))
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    for quad in range(n_quads):
+        w, k = quad * 64, at + quad * 4
+        a0 = simd.fma(simd.load(weights, w), simd.load_broadcast(x, k), a0)
+        a1 = simd.fma(simd.load(weights, w + 16), simd.load_broadcast(x, k + 1), a1)
+        a2 = simd.fma(simd.load(weights, w + 32), simd.load_broadcast(x, k + 2), a2)
+        a3 = simd.fma(simd.load(weights, w + 48), simd.load_broadcast(x, k + 3), a3)
+    total = simd.add(simd.add(a0, a1), simd.add(a2, a3))
+    simd.store(sums, token * ROWS, simd.add(simd.load(sums, token * ROWS), total))
+
+
+@njit
+def _block_4(weights, n_quads, x, at, stride, sums, token):
+    """Four tokens, each summed exactly as in `_block_1`; the weights are loaded once for all of them."""
+    zero = simd.splat(np.float32(0))
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    b0, b1, b2, b3 = zero, zero, zero, zero
+    c0, c1, c2, c3 = zero, zero, zero, zero
+    d0, d1, d2, d3 = zero, zero, zero, zero
+    for quad in range(n_quads):
+        w, k = quad * 64, at + quad * 4
+        w0, w1, w2, w3 = (
+            simd.load(weights, w), simd.load(weights, w + 16), simd.load(weights, w + 32), simd.load(weights, w + 48)
+        )
+        a0 = simd.fma(w0, simd.load_broadcast(x, k), a0)
+        a1 = simd.fma(w1, simd.load_broadcast(x, k + 1), a1)
+        a2 = simd.fma(w2, simd.load_broadcast(x, k + 2), a2)
+        a3 = simd.fma(w3, simd.load_broadcast(x, k + 3), a3)
+        k += stride
+        b0 = simd.fma(w0, simd.load_broadcast(x, k), b0)
+        b1 = simd.fma(w1, simd.load_broadcast(x, k + 1), b1)
+        b2 = simd.fma(w2, simd.load_broadcast(x, k + 2), b2)
+        b3 = simd.fma(w3, simd.load_broadcast(x, k + 3), b3)
+        k += stride
+        c0 = simd.fma(w0, simd.load_broadcast(x, k), c0)
+        c1 = simd.fma(w1, simd.load_broadcast(x, k + 1), c1)
+        c2 = simd.fma(w2, simd.load_broadcast(x, k + 2), c2)
+        c3 = simd.fma(w3, simd.load_broadcast(x, k + 3), c3)
+        k += stride
+        d0 = simd.fma(w0, simd.load_broadcast(x, k), d0)
+        d1 = simd.fma(w1, simd.load_broadcast(x, k + 1), d1)
+        d2 = simd.fma(w2, simd.load_broadcast(x, k + 2), d2)
+        d3 = simd.fma(w3, simd.load_broadcast(x, k + 3), d3)
+    at = token * ROWS
+    simd.store(sums, at, simd.add(simd.load(sums, at), simd.add(simd.add(a0, a1), simd.add(a2, a3))))
+    simd.store(sums, at + 16, simd.add(simd.load(sums, at + 16), simd.add(simd.add(b0, b1), simd.add(b2, b3))))
+    simd.store(sums, at + 32, simd.add(simd.load(sums, at + 32), simd.add(simd.add(c0, c1), simd.add(c2, c3))))
+    simd.store(sums, at + 48, simd.add(simd.load(sums, at + 48), simd.add(simd.add(d0, d1), simd.add(d2, d3))))
+
+
+@njit
+def _row_group(kind, data, at, n_cols, x, first, n_tokens, sums):
+    """Sixteen rows times `n_tokens` (at most TILE) rows of x from row `first`, into sums[token * 16 + row]."""
+    weights = carray(simd.stack_f32(512), (512,))
+    stride = x.shape[1]
+    sums[: n_tokens * ROWS] = np.float32(0)
+    for block in range((n_cols + BLOCK - 1) // BLOCK):
+        _decode(kind, data, at, block, weights)
+        column = block * BLOCK
+        n_quads = min(BLOCK, n_cols - column) // 4
+        token = 0
+        while token + 4 <= n_tokens:
+            _block_4(weights, n_quads, x, (first + token) * stride + column, stride, sums, token)
+            token += 4
+        while token < n_tokens:
+            _block_1(weights, n_quads, x, (first + token) * stride + column, sums, token)
+            token += 1
+
+
+@njit(parallel=True)
+def _matmul(kind, data, group_bytes, n_rows, n_cols, x, out):
+    for group in prange((n_rows + ROWS - 1) // ROWS):
+        sums = carray(simd.stack_f32(1024), (1024,))
+        n = min(ROWS, n_rows - group * ROWS)
+        for first in range(0, x.shape[0], TILE):
+            n_tokens = min(TILE, x.shape[0] - first)
+            _row_group(kind, data, group * group_bytes, n_cols, x, first, n_tokens, sums)
+            for token in range(n_tokens):
+                for row in range(n):
+                    out[first + token, group * ROWS + row] = sums[token * ROWS + row]
+
+
+@njit
+def _expert_jobs(offsets, groups_per_expert):
+    """(expert, group) pairs of the experts that have rows, as int64 [n, 2]."""
+    n_active = 0
+    for expert in range(len(offsets) - 1):
+        n_active += offsets[expert + 1] > offsets[expert]
+    jobs = np.empty((n_active * groups_per_expert, 2), np.int64)
+    n = 0
+    for expert in range(len(offsets) - 1):
+        if offsets[expert + 1] > offsets[expert]:
+            for group in range(groups_per_expert):
+                jobs[n, 0] = expert
+                jobs[n, 1] = group
+                n += 1
+    return jobs
+
+
+@njit(parallel=True)
+def _expert_matmul(kind, data, group_bytes, n_rows, n_cols, x, offsets, out):
+    groups = (n_rows + ROWS - 1) // ROWS
+    jobs = _expert_jobs(offsets, groups)
+    for job in prange(len(jobs)):
+        sums = carray(simd.stack_f32(1024), (1024,))
+        expert, group = jobs[job, 0], jobs[job, 1]
+        n = min(ROWS, n_rows - group * ROWS)
+        at = (expert * groups + group) * group_bytes
+        for first in range(offsets[expert], offsets[expert + 1], TILE):
+            n_tokens = min(TILE, offsets[expert + 1] - first)
+            _row_group(kind, data, at, n_cols, x, first, n_tokens, sums)
+            for token in range(n_tokens):
+                for row in range(n):
+                    out[first + token, group * ROWS + row] = sums[token * ROWS + row]
+
+
+@njit
+def _gather_rows(kind, data, group_bytes, n_cols, ids, out):
+    weights = carray(simd.stack_f32(512), (512,))
+    for i in range(len(ids)):
+        at, lane = (ids[i] // ROWS) * group_bytes, ids[i] % ROWS
+        for block in range((n_cols + BLOCK - 1) // BLOCK):
+            _decode(kind, data, at, block, weights)
+            for k in range(min(BLOCK, n_cols - block * BLOCK)):
+                out[i, block * BLOCK + k] = weights[k * ROWS + lane]
+
+
+def matmul(weights, x, out):
+    """out = x times the transposed weights; x float32 [T, n_cols], out float32 [T, n_rows], both C-contiguous."""
+    _matmul(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, out)
+
+
+def expert_matmul(weights, x, offsets, out):
+    """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
+    _expert_matmul(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, offsets, out)
+
+
+def gather_rows(weights, ids, out):
+    """out[i] = row ids[i] of the weights as float32 [n_cols]."""
+    _gather_rows(weights.kind, weights.data, weights.group_bytes, weights.n_cols, ids, out)
+
+
+# --- elementwise and row operations -------------------------------------------------------------------------------
+
+
+@njit
+def _square_sum(x, at, n):
+    total = simd.splat(np.float32(0))
+    for k in range(0, n - n % ROWS, ROWS):
+        value = simd.load(x, at + k)
+        total = simd.fma(value, value, total)
+    rest = np.float32(0)
+    flat = x.ravel()
+    for k in range(n - n % ROWS, n):
+        rest += flat[at + k] * flat[at + k]
+    return simd.sum_lanes(total) + rest
+
+
+@njit
+def _inverse_rms(x, at, n, eps):
+    return np.float32(1) / np.sqrt(_square_sum(x, at, n) / np.float32(n) + eps)
+
+
+@njit(parallel=True)
+def rms_norm(x, weight, eps, out):
+    """out[r] = x[r] / sqrt(mean(x[r]**2) + eps) * weight[r mod C]; x, out float32 [R, N], weight [C, N]."""
+    n = x.shape[1]
+    for row in prange(x.shape[0]):
+        scale = _inverse_rms(x, row * n, n, eps)
+        w = row % weight.shape[0]
+        for k in range(n):
+            out[row, k] = x[row, k] * scale * weight[w, k]
+
+
+@njit
+def _silu_row(gate, up, at, n, out):
+    for k in range(0, n - n % ROWS, ROWS):
+        g = simd.load(gate, at + k)
+        simd.store(out, at + k, simd.mul(simd.mul(g, simd.sigmoid(g)), simd.load(up, at + k)))
+
+
+@njit(parallel=True)
+def silu_mul(gate, up, out):
+    """out = gate * sigmoid(gate) * up; float32 [T, N], N a multiple of 16."""
+    n = gate.shape[1]
+    for row in prange(gate.shape[0]):
+        _silu_row(gate, up, row * n, n, out)
+
+
+@njit
+def sigmoid_mul(gate, x):
+    """x *= sigmoid(gate) in place; float32 [T, N], N a multiple of 16."""
+    for k in range(0, x.size, ROWS):
+        simd.store(x, k, simd.mul(simd.load(x, k), simd.sigmoid(simd.load(gate, k))))
+
+
+@njit
+def silu_scaled(x, scale):
+    """x = silu(x * scale) in place; float32 [T, N], N a multiple of 16."""
+    for k in range(0, x.size, ROWS):
+        value = simd.mul(simd.load(x, k), simd.splat(scale))
+        simd.store(x, k, simd.mul(value, simd.sigmoid(value)))
+
+
+@njit
+def add_rows(x, y):
+    """x += y; float32 of one shape."""
+    flat, other = x.ravel(), y.ravel()
+    for k in range(len(flat)):
+        flat[k] += other[k]
+
+
+@njit
+def add_scaled_rows(x, scale, y):
+    """x[t] += sigmoid(scale[t, 0]) * y[t]; the shared expert's gate."""
+    for t in range(x.shape[0]):
+        gate = np.float32(1) / (np.float32(1) + np.exp(-scale[t, 0]))
+        for k in range(x.shape[1]):
+            x[t, k] += gate * y[t, k]
+
+
+@njit
+def rope_table(positions, inverse_frequency, cos, sin):
+    """cos and sin of position * frequency, taken in float64; positions int64 [T], cos and sin float32 [T, n_rot / 2]."""
+    for t in range(len(positions)):
+        for k in range(len(inverse_frequency)):
+            angle = positions[t] * inverse_frequency[k]
+            cos[t, k] = np.cos(angle)
+            sin[t, k] = np.sin(angle)
+
+
+@njit
+def _rotate(x, cos, sin, paired):
+    half = len(cos)
+    for k in range(half):
+        i, j = (2 * k, 2 * k + 1) if paired else (k, k + half)
+        a, b = x[i], x[j]
+        x[i] = a * cos[k] - b * sin[k]
+        x[j] = b * cos[k] + a * sin[k]
+
+
+@njit
+def norm_rope_heads(x, weight, eps, cos, sin, paired):
+    """RMS norm (weight float32 [1, D], or [0, D] for none) and rotation of the first dimensions of every head, in place.
+
+    x float32 [T, heads, D]; cos, sin [T, n_rot / 2]; `paired` rotates (2k, 2k + 1) instead of (k, k + n_rot / 2).
+    """
+    n_heads, width = x.shape[1], x.shape[2]
+    for t in range(x.shape[0]):
+        for h in range(n_heads):
+            if len(weight):
+                scale = _inverse_rms(x, (t * n_heads + h) * width, width, eps)
+                for k in range(width):
+                    x[t, h, k] = x[t, h, k] * scale * weight[0, k]
+            _rotate(x[t, h], cos[t], sin[t], paired)
+
+
+@njit
+def hadamard_heads(x):
+    """Orthonormal Walsh-Hadamard transform of every head in place; x float32 [T, heads, D], D a power of two."""
+    width = x.shape[2]
+    scale = np.float32(1 / np.sqrt(np.float64(width)))
+    for t in range(x.shape[0]):
+        for h in range(x.shape[1]):
+            row = x[t, h]
+            span = 1
+            while span < width:
+                for start in range(0, width, 2 * span):
+                    for k in range(start, start + span):
+                        a, b = row[k], row[k + span]
+                        row[k] = a + b
+                        row[k + span] = a - b
+                span *= 2
+            for k in range(width):
+                row[k] *= scale
+
+
+# --- K/V cells ----------------------------------------------------------------------------------------------------
+
+PAGE = 4  # cells of a page
+CELL_F16, CELL_INT8, CELL_Q4_0, CELL_F32 = range(4)  # storage of one head's K or V in a cell
+SCALE_GROUP = 64  # values that share an int8 scale
+
+
+@njit
+def _quantize_int8(x, codes, scales):
+    for group in range(len(x) // SCALE_GROUP):
+        values = x[group * SCALE_GROUP : (group + 1) * SCALE_GROUP]
+        largest = np.float32(0)
+        for value in values:
+            largest = max(largest, abs(value))
+        half = simd.float_to_half(largest / np.float32(127))
+        scales[2 * group] = half & 0xFF
+        scales[2 * group + 1] = half >> 8
+        scale = simd.half_to_float(half)
+        for k in range(SCALE_GROUP):
+            code = np.rint(values[k] / scale) if scale > 0 else np.float32(0)
+            codes[group * SCALE_GROUP + k] = np.uint8(np.int8(min(max(code, np.float32(-127)), np.float32(127))))
+
+
+@njit
+def _quantize_q4_0(x, out):
+    for block in range(len(x) // 32):
+        values = x[block * 32 : block * 32 + 32]
+        peak = np.float32(0)
+        for value in values:
+            if abs(value) > abs(peak):
+                peak = value
+        d = peak / np.float32(-8)
+        inverse = np.float32(1) / d if d != 0 else np.float32(0)
+        half = simd.float_to_half(d)
+        at = block * 18
+        out[at] = half & 0xFF
+        out[at + 1] = half >> 8
+        for k in range(16):
+            low = min(15, np.int32(values[k] * inverse + np.float32(8.5)))
+            high = min(15, np.int32(values[k + 16] * inverse + np.float32(8.5)))
+            out[at + 2 + k] = low | high << 4
+
+
+@njit
+def _store_cell(storage, x, codes, scales):
+    if storage == CELL_F16:
+        for k in range(len(x)):
+            half = simd.float_to_half(x[k])
+            codes[2 * k] = half & 0xFF
+            codes[2 * k + 1] = half >> 8
+    elif storage == CELL_F32:
+        codes[:] = x.view(np.uint8)
+    elif storage == CELL_INT8:
+        _quantize_int8(x, codes, scales)
+    else:
+        _quantize_q4_0(x, codes)
+
+
+@njit
+def append_cells(storage, x, first_cell, codes, scales):
+    """Store x float32 [T, heads, D] in cells first_cell.. of one pool.
+
+    codes uint8 [pages, heads, PAGE, bytes], scales uint8 [pages, heads, PAGE, 2 D / 64] (width 0 where the storage
+    has no scales).
+    """
+    for t in range(x.shape[0]):
+        page, slot = (first_cell + t) // PAGE, (first_cell + t) % PAGE
+        for h in range(x.shape[1]):
+            _store_cell(storage, x[t, h], codes[page, h, slot], scales[page, h, slot])
+
+
+@njit
+def _load_cell(storage, codes, at, scales, scales_at, width, out, out_at):
+    """Widen one head's cell to float32; `at` and `scales_at` are byte offsets in the whole pools."""
+    if storage == CELL_F16:
+        for k in range(0, width, ROWS):
+            simd.store(out, out_at + k, simd.load_f16(codes, at + 2 * k))
+    elif storage == CELL_F32:
+        for k in range(0, width, ROWS):
+            simd.store(out, out_at + k, simd.load_f32(codes, at + 4 * k))
+    elif storage == CELL_INT8:
+        flat = scales.ravel()
+        for k in range(0, width, ROWS):
+            s = scales_at + 2 * (k // SCALE_GROUP)
+            scale = simd.half_to_float(np.uint16(flat[s]) | np.uint16(flat[s + 1]) << np.uint16(8))
+            simd.store(out, out_at + k, simd.mul(simd.load_i8(codes, at + k), simd.splat(scale)))
+    else:
+        flat = codes.ravel()
+        for block in range(width // 32):
+            b = at + block * 18
+            scale = simd.half_to_float(np.uint16(flat[b]) | np.uint16(flat[b + 1]) << np.uint16(8))
+            for k in range(16):
+                byte = np.int32(flat[b + 2 + k])
+                out[out_at + block * 32 + k] = scale * np.float32((byte & 15) - 8)
+                out[out_at + block * 32 + k + 16] = scale * np.float32((byte >> 4) - 8)
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+SEGMENT = 64  # pages whose softmax is taken together; partial results are merged in the order of the segments
+TOKENS = 8  # tokens of a prompt that share one widening of a page
+_EMPTY = np.float32(-3.0e38)
+
+
+@njit
+def _dot(a, a_at, b, b_at, n):
+    total = simd.splat(np.float32(0))
+    for k in range(0, n, ROWS):
+        total = simd.fma(simd.load(a, a_at + k), simd.load(b, b_at + k), total)
+    return simd.sum_lanes(total)
+
+
+@njit
+def _visible_cells(pages, first, last, position):
+    """How many cells of the pages first..last-1 a token at `position` sees; they are the first ones (may be <= 0)."""
+    if len(pages):
+        return (last - 1 - first) * PAGE + min(PAGE, position + 1 - pages[last - 1] * PAGE)
+    return min((last - first) * PAGE, position + 1 - first * PAGE)
+
+
+@njit
+def _softmax_segment(scores, at, n):
+    """Turn `n` scores into e ** (score - max); returns (max, sum). The row has room for a multiple of 16."""
+    padded = (n + ROWS - 1) // ROWS * ROWS
+    scores[at + n : at + padded] = _EMPTY
+    top = simd.splat(_EMPTY)
+    for k in range(0, padded, ROWS):
+        top = simd.maximum(top, simd.load(scores, at + k))
+    peak = simd.max_lanes(top)
+    for k in range(0, padded, ROWS):
+        simd.store(scores, at + k, simd.exp(simd.sub(simd.load(scores, at + k), simd.splat(peak))))
+    scores[at + n : at + padded] = np.float32(0)
+    total = simd.splat(np.float32(0))
+    for k in range(0, padded, ROWS):
+        total = simd.add(total, simd.load(scores, at + k))
+    return peak, simd.sum_lanes(total)
+
+
+@njit
+def _merge(peak, total, partial, part_at, peaks, sums, out, out_at, width):
+    """Fold one segment's (peak, total, weighted V) into the running ones at index `part_at`."""
+    if sums[part_at] == np.float32(0):
+        keep, fresh = np.float32(0), np.float32(1)
+        peaks[part_at] = peak
+    else:
+        top = max(peaks[part_at], peak)
+        keep, fresh = np.exp(peaks[part_at] - top), np.exp(peak - top)
+        peaks[part_at] = top
+    sums[part_at] = sums[part_at] * keep + total * fresh
+    for k in range(0, width, ROWS):
+        value = simd.mul(simd.load(out, out_at + k), simd.splat(keep))
+        simd.store(out, out_at + k, simd.fma(simd.load(partial, part_at * width + k), simd.splat(fresh), value))
+
+
+@njit
+def _segment_scores(storage, k_codes, k_scales, pages, first, last, head, q, token, n_tokens, group, position, scale,
+                    scores, cell):
+    """scores[(token, query head)][cell of the segment] for the pages first..last-1 of a page list, where visible."""
+    width, n_kv, row = q.shape[2], k_codes.shape[1], k_codes.shape[3]
+    for p in range(first, last):
+        page = pages[p] if len(pages) else p
+        for slot in range(PAGE):
+            index = page * PAGE + slot
+            if index > position + n_tokens - 1:
+                continue
+            at = (page * n_kv + head) * PAGE + slot
+            _load_cell(storage, k_codes, at * row, k_scales, at * k_scales.shape[3], width, cell, 0)
+            for t in range(max(0, index - position), n_tokens):
+                for g in range(group):
+                    q_at = ((token + t) * q.shape[1] + head * group + g) * width
+                    value = _dot(q, q_at, cell, 0, width) * scale
+                    scores[(t * group + g) * SEGMENT * PAGE + (p - first) * PAGE + slot] = value
+
+
+@njit
+def _segment_values(storage, v_codes, v_scales, pages, first, last, head, n_tokens, group, position, scores, cell,
+                    partial, width):
+    """partial[(token, query head)] = sum of weight * V over the cells of the segment, in the order of the cells."""
+    n_kv, row = v_codes.shape[1], v_codes.shape[3]
+    partial[: n_tokens * group * width] = np.float32(0)
+    for p in range(first, last):
+        page = pages[p] if len(pages) else p
+        for slot in range(PAGE):
+            index = page * PAGE + slot
+            at = (page * n_kv + head) * PAGE + slot
+            if index > position + n_tokens - 1:
+                continue
+            _load_cell(storage, v_codes, at * row, v_scales, at * v_scales.shape[3], width, cell, 0)
+            for t in range(max(0, index - position), n_tokens):
+                for g in range(group):
+                    i = t * group + g
+                    weight = simd.splat(scores[i * SEGMENT * PAGE + (p - first) * PAGE + slot])
+                    for k in range(0, width, ROWS):
+                        a = i * width + k
+                        simd.store(partial, a, simd.fma(simd.load(cell, k), weight, simd.load(partial, a)))
+
+
+@njit
+def _attend_segment(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, first, last, head, q, token,
+                    n_tokens, group, position, scale, scores, cell, partial, peaks, sums):
+    width = q.shape[2]
+    _segment_scores(k_storage, k_codes, k_scales, pages, first, last, head, q, token, n_tokens, group, position, scale,
+                    scores, cell)
+    for i in range(n_tokens * group):
+        n = _visible_cells(pages, first, last, position + i // group)
+        sums[i] = np.float32(0)
+        if n > 0:
+            peaks[i], sums[i] = _softmax_segment(scores, i * SEGMENT * PAGE, n)
+    _segment_values(v_storage, v_codes, v_scales, pages, first, last, head, n_tokens, group, position, scores, cell,
+                    partial, width)
+
+
+@njit
+def _attend_tile(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, head, q, token, n_tokens,
+                 position, scale, out):
+    """All segments, one after the other, for up to TOKENS tokens and the query heads of one K/V head."""
+    width, group = q.shape[2], q.shape[1] // k_codes.shape[1]
+    n = n_tokens * group
+    scores = np.empty(n * SEGMENT * PAGE, np.float32)
+    cell, partial = np.empty(width, np.float32), np.empty(n * width, np.float32)
+    peaks, sums = np.empty(n, np.float32), np.empty(n, np.float32)
+    top, total = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    result = np.zeros(n * width, np.float32)
+    for first in range(0, n_pages, SEGMENT):
+        _attend_segment(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, first,
+                        min(first + SEGMENT, n_pages), head, q, token, n_tokens, group, position, scale, scores, cell,
+                        partial, peaks, sums)
+        for i in range(n):
+            if sums[i] > np.float32(0):
+                _merge(peaks[i], sums[i], partial, i, top, total, result, i * width, width)
+    for i in range(n):
+        row = out[token + i // group, head * group + i % group]
+        for k in range(width):
+            row[k] = result[i * width + k] / total[i]
+
+
+@njit(parallel=True)
+def attention(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
+    """Causal attention of T tokens at cells position..position+T-1 over every cell up to their own.
+
+    q, out float32 [T, H, D]; pools as in `append_cells`, K heads shared by H / K query heads in order. The softmax is
+    taken per segment of 64 pages and merged in order, so neither T nor the number of threads changes a bit.
+    """
+    n_kv, pages = k_codes.shape[1], np.empty(0, np.int32)
+    if q.shape[0] == 1:
+        _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, (position + PAGE) // PAGE, q, 0,
+                    position, scale, out)
+        return
+    tiles = (q.shape[0] + TOKENS - 1) // TOKENS
+    for job in prange(tiles * n_kv):
+        token = job // n_kv * TOKENS
+        n_tokens = min(TOKENS, q.shape[0] - token)
+        _attend_tile(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages,
+                     (position + token + n_tokens - 1 + PAGE) // PAGE, job % n_kv, q, token, n_tokens, position + token,
+                     scale, out)
+
+
+@njit(parallel=True)
+def _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position, scale,
+                out):
+    """One token, its segments in parallel, merged in order: the sums of `_attend_tile`."""
+    n_heads, width, n_kv = q.shape[1], q.shape[2], k_codes.shape[1]
+    group, n_segments = n_heads // n_kv, (n_pages + SEGMENT - 1) // SEGMENT
+    partial = np.empty((n_segments * n_kv, group * width), np.float32)
+    peaks, sums = np.empty((n_segments * n_kv, group), np.float32), np.empty((n_segments * n_kv, group), np.float32)
+    for job in prange(n_segments * n_kv):
+        scores, cell = np.empty(group * SEGMENT * PAGE, np.float32), np.empty(width, np.float32)
+        first = job // n_kv * SEGMENT
+        _attend_segment(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, first,
+                        min(first + SEGMENT, n_pages), job % n_kv, q, token, 1, group, position, scale, scores, cell,
+                        partial[job], peaks[job], sums[job])
+    top, total, result = np.zeros(group, np.float32), np.zeros(group, np.float32), np.empty(group * width, np.float32)
+    for head in range(n_kv):
+        total[:] = np.float32(0)
+        result[:] = np.float32(0)
+        for segment in range(n_segments):
+            job = segment * n_kv + head
+            for g in range(group):
+                if sums[job, g] > np.float32(0):
+                    _merge(peaks[job, g], sums[job, g], partial[job], g, top, total, result, g * width, width)
+        for g in range(group):
+            for k in range(width):
+                out[token, head * group + g, k] = result[g * width + k] / total[g]
+
+
+@njit
+def attention_selected(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, blocks, counts,
+                       out):
+    """`attention` over chosen pages only: token t reads pages blocks[t, :counts[t]] (ascending, its own page last)."""
+    for t in range(q.shape[0]):
+        _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, blocks[t, : counts[t]], counts[t], q, t,
+                    position + t, scale, out)
+
+
+# --- the block indexer --------------------------------------------------------------------------------------------
+
+
+@njit
+def pool_keys(raw, first_cell, tail, dead, weight, eps, inverse_frequency, pooled):
+    """Fold raw index keys of cells first_cell.. into pooled block keys; mutates tail, dead and pooled.
+
+    raw float32 [T, D]; tail [3, D] holds the raw keys of the open block; a block that becomes complete gets
+    pooled[block] = rope(rms(mean of its four keys), position of its first cell); dead [D] = rms(raw key of cell 0).
+    """
+    width = raw.shape[1]
+    half = len(inverse_frequency)
+    mean = np.empty((1, width), np.float32)
+    normed = np.empty((1, width), np.float32)
+    cos, sin = np.empty((1, half), np.float32), np.empty((1, half), np.float32)
+    position = np.empty(1, np.int64)
+    for t in range(raw.shape[0]):
+        cell = first_cell + t
+        slot, block = cell % PAGE, cell // PAGE
+        if cell == 0:
+            scale = _inverse_rms(raw, t * width, width, eps)
+            for k in range(width):
+                dead[k] = raw[t, k] * scale * weight[0, k]
+        if slot < PAGE - 1:
+            tail[slot] = raw[t]
+            continue
+        for k in range(width):
+            mean[0, k] = (tail[0, k] + tail[1, k] + tail[2, k] + raw[t, k]) * np.float32(0.25)
+        scale = _inverse_rms(mean, 0, width, eps)
+        for k in range(width):
+            normed[0, k] = mean[0, k] * scale * weight[0, k]
+        position[0] = block * PAGE
+        rope_table(position, inverse_frequency, cos, sin)
+        _rotate(normed[0], cos[0], sin[0], False)
+        pooled[block] = normed[0]
+
+
+@njit
+def _select(scores, n, keep, out):
+    """The `keep` largest of scores[:n] as ascending indices, equal scores by the lowest index."""
+    limit = np.partition(scores[:n], n - keep)[n - keep]
+    above = 0
+    for b in range(n):
+        above += scores[b] > limit
+    ties, m = keep - above, 0
+    for b in range(n):
+        if scores[b] > limit:
+            out[m] = b
+            m += 1
+        elif scores[b] == limit and ties > 0:
+            out[m] = b
+            m += 1
+            ties -= 1
+    return m
+
+
+@njit(parallel=True)
+def select_blocks(queries, pooled, position, keep, blocks, counts):
+    """For token t the `keep` complete blocks of highest score, ascending, and the open block behind them.
+
+    queries float32 [T, heads, D] (normed, rotated), pooled float32 [rows, D]; score = sum over heads of
+    relu(query . pooled). blocks int32 [T, keep + 1], counts int64 [T].
+    """
+    n_heads, width = queries.shape[1], queries.shape[2]
+    for t in prange(queries.shape[0]):
+        complete = (position + t + 1) // PAGE
+        m = min(complete, keep)
+        if complete <= keep:
+            for b in range(complete):
+                blocks[t, b] = b
+        else:
+            scores = np.empty(complete, np.float32)
+            for b in range(complete):
+                total = np.float32(0)
+                for h in range(n_heads):
+                    total += max(np.float32(0), _dot(queries, (t * n_heads + h) * width, pooled, b * width, width))
+                scores[b] = total
+            m = _select(scores, complete, keep, blocks[t])
+        if (position + t + 1) % PAGE:
+            blocks[t, m] = complete
+            m += 1
+        counts[t] = m
+
+
+# --- gated delta net ----------------------------------------------------------------------------------------------
+
+
+@njit
+def conv_silu(x, history, weight, out):
+    """Causal depthwise convolution over time, then SiLU; the last rows of x become the history.
+
+    x, out float32 [T, channels]; history [K - 1, channels], oldest first, mutated; weight [K, channels], the current
+    row's tap last.
+    """
+    n_taps = weight.shape[0]
+    for t in range(x.shape[0]):
+        for c in range(x.shape[1]):
+            total = x[t, c] * weight[n_taps - 1, c]
+            for tap in range(n_taps - 1):
+                total += history[tap, c] * weight[tap, c]
+            out[t, c] = total / (np.float32(1) + np.exp(-total))
+        for tap in range(n_taps - 2):
+            history[tap] = history[tap + 1]
+        history[n_taps - 2] = x[t]
+
+
+@njit
+def _l2_normalise(x, extra, out):
+    total = np.float32(0)
+    for value in x:
+        total += value * value
+    scale = np.float32(1) / np.sqrt(total + np.float32(1e-6)) * extra
+    for k in range(len(x)):
+        out[k] = x[k] * scale
+
+
+@njit
+def _delta_step(state, decay, beta, q, k, v, delta, out):
+    """One token of one head: decay, then the delta update, then the read (state float32 [S_key, S_value])."""
+    delta[:] = np.float32(0)
+    out[:] = np.float32(0)
+    for i in range(state.shape[0]):
+        key = k[i]
+        for j in range(state.shape[1]):
+            value = state[i, j] * decay
+            state[i, j] = value
+            delta[j] += value * key
+    for j in range(state.shape[1]):
+        delta[j] = beta * (v[j] - delta[j])
+    for i in range(state.shape[0]):
+        key, query = k[i], q[i]
+        for j in range(state.shape[1]):
+            value = state[i, j] + key * delta[j]
+            state[i, j] = value
+            out[j] += value * query
+
+
+@njit(parallel=True)
+def delta_net(mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out):
+    """The gated delta rule, token by token; mutates state float32 [Hv, S, S].
+
+    mixed float32 [T, 2 Hk S + Hv S] (q, k, v after the convolution), alpha, beta [T, Hv], a = -e ** A_log and dt_bias
+    [Hv], out [T, Hv, S]. Value head v reads key head v // (Hv / Hk) where `grouped`, else v mod Hk.
+    """
+    n_heads, size = state.shape[0], state.shape[1]
+    for head in prange(n_heads):
+        q, k = np.empty(size, np.float32), np.empty(size, np.float32)
+        delta = np.empty(size, np.float32)
+        key_head = head // (n_heads // n_key_heads) if grouped else head % n_key_heads
+        for t in range(mixed.shape[0]):
+            at = key_head * size
+            _l2_normalise(mixed[t, at : at + size], np.float32(1 / np.sqrt(np.float64(size))), q)
+            at += n_key_heads * size
+            _l2_normalise(mixed[t, at : at + size], np.float32(1), k)
+            at = 2 * n_key_heads * size + head * size
+            x = alpha[t, head] + dt_bias[head]
+            softplus = x if x > np.float32(20) else np.log1p(np.exp(x))
+            decay = np.exp(a[head] * softplus)
+            gate = np.float32(1) / (np.float32(1) + np.exp(-beta[t, head]))
+            _delta_step(state[head], decay, gate, q, k, mixed[t, at : at + size], delta, out[t, head])
+
+
+@njit
+def norm_gate_heads(x, weight, eps, z, silu):
+    """x = rms(x per head) * weight * gate(z), in place; gate is silu or sigmoid; x [T, Hv, S], z [T, Hv * S]."""
+    n_heads, width = x.shape[1], x.shape[2]
+    for t in range(x.shape[0]):
+        for h in range(n_heads):
+            scale = _inverse_rms(x, (t * n_heads + h) * width, width, eps)
+            for k in range(width):
+                gate = z[t, h * width + k]
+                factor = np.float32(1) / (np.float32(1) + np.exp(-gate))
+                if silu:
+                    factor *= gate
+                x[t, h, k] = x[t, h, k] * scale * weight[0, k] * factor
+
+
+# --- hyper-connections --------------------------------------------------------------------------------------------
+
+
+@njit
+def mix_streams(gates, normed, out):
+    """out[t] = mean over streams of sigmoid(gates) * normed; gates, normed float32 [T, C * N], out [T, N]."""
+    n = out.shape[1]
+    n_streams = gates.shape[1] // n
+    for t in range(out.shape[0]):
+        for k in range(n):
+            total = np.float32(0)
+            for c in range(n_streams):
+                gate = np.float32(1) / (np.float32(1) + np.exp(-gates[t, c * n + k]))
+                total += gate * normed[t, c * n + k]
+            out[t, k] = total / np.float32(n_streams)
+
+
+@njit
+def inject_streams(residual, inject, y):
+    """residual[t, c] += 2 sigmoid(inject[t, c] / C) * y[t]; residual float32 [T, C, N]."""
+    n_streams = residual.shape[1]
+    for t in range(residual.shape[0]):
+        for c in range(n_streams):
+            gate = np.float32(2) / (np.float32(1) + np.exp(-inject[t, c] / np.float32(n_streams)))
+            for k in range(residual.shape[2]):
+                residual[t, c, k] += gate * y[t, k]
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+@njit
+def route(logits, weights, experts):
+    """Softmax over all experts, the largest (ties to the lowest index), renormalised.
+
+    logits float32 [T, E], mutated; weights float32 [T, k], experts int32 [T, k], both in falling order of weight.
+    """
+    for t in range(logits.shape[0]):
+        row = logits[t]
+        peak = row.max()
+        for e in range(len(row)):
+            row[e] = np.exp(row[e] - peak)
+        chosen = np.float32(0)
+        for rank in range(weights.shape[1]):
+            best = 0
+            for e in range(1, len(row)):
+                if row[e] > row[best]:
+                    best = e
+            experts[t, rank] = best
+            weights[t, rank] = row[best]
+            chosen += row[best]
+            row[best] = np.float32(-1)
+        for rank in range(weights.shape[1]):
+            weights[t, rank] /= chosen
+
+
+@njit
+def order_by_expert(experts, n_experts, order, offsets):
+    """Stable order of the T * k assignments by expert: order int64 [T * k], offsets int64 [E + 1]."""
+    flat = experts.ravel()
+    offsets[:] = 0
+    for e in flat:
+        offsets[e + 1] += 1
+    for e in range(n_experts):
+        offsets[e + 1] += offsets[e]
+    place = offsets.copy()
+    for i in range(len(flat)):
+        order[place[flat[i]]] = i
+        place[flat[i]] += 1
+
+
+@njit
+def combine_experts(y, order, weights, out):
+    """out[t] = sum over ranks, in their order, of weights[t, rank] * y[row of (t, rank)]."""
+    n_used = weights.shape[1]
+    row_of = np.empty(len(order), np.int64)
+    for row in range(len(order)):
+        row_of[order[row]] = row
+    for t in range(out.shape[0]):
+        out[t] = np.float32(0)
+        for rank in range(n_used):
+            row, weight = row_of[t * n_used + rank], weights[t, rank]
+            for k in range(out.shape[1]):
+                out[t, k] += weight * y[row, k]
+
+
+# --- n-gram embeddings --------------------------------------------------------------------------------------------
+
+
+@njit
+def ngram_rows(ids, previous, eos, multipliers, vocab_sizes, head_offsets, rows):
+    """Table rows of every token's n-grams: rows int64 [T, heads]; `previous` int64 [n - 1], newest first, -1 missing.
+
+    Order n of the n-grams runs from 2 to len(multipliers), heads in equal shares; a missing predecessor or an
+    end-of-text token turns itself and everything older into end-of-text.
+    """
+    n_orders = len(multipliers) - 1
+    per_order = rows.shape[1] // n_orders
+    context = np.empty(n_orders + 1, np.int64)
+    for t in range(len(ids)):
+        context[0] = ids[t]
+        cut = False
+        for back in range(1, n_orders + 1):
+            token = np.int64(ids[t - back]) if t >= back else previous[back - t - 1]
+            cut = cut or token < 0 or token == eos
+            context[back] = eos if cut else token
+        mixed = context[0] * multipliers[0]
+        for order in range(1, n_orders + 1):
+            mixed ^= context[order] * multipliers[order]
+            for h in range((order - 1) * per_order, order * per_order):
+                rows[t, h] = mixed % vocab_sizes[h] + head_offsets[h]
+
+
+@njit
+def ngram_gate(key, query, value, out):
+    """out[t, c] = g * value[t], g = sigmoid(sign(s) sqrt(max(|s|, 1e-6))), s = key . query / sqrt(N) per stream.
+
+    key, query, out float32 [T, C, N], value [T, N].
+    """
+    width = key.shape[2]
+    for t in range(key.shape[0]):
+        for c in range(key.shape[1]):
+            at = (t * key.shape[1] + c) * width
+            s = _dot(key, at, query, at, width) / np.sqrt(np.float32(width))
+            root = np.sqrt(max(abs(s), np.float32(1e-6)))
+            signed = root if s > 0 else -root
+            if s == 0:
+                signed = np.float32(0)
+            gate = np.float32(1) / (np.float32(1) + np.exp(-signed))
+            for k in range(width):
+                out[t, c, k] = gate * value[t, k]
+
+
+@njit
+def ngram_conv(normed, history, weight, dilation, gated, residual):
+    """residual += gated + silu(conv(normed)): taps at t, t - dilation, ...; the last rows become the history.
+
+    normed, gated, residual float32 [T, C * N]; history [(K - 1) * dilation, C * N], oldest first, mutated; weight
+    [K, C * N], the current row's tap last.
+    """
+    n_taps, n_history = weight.shape[0], history.shape[0]
+    for t in range(normed.shape[0]):
+        for k in range(normed.shape[1]):
+            total = normed[t, k] * weight[n_taps - 1, k]
+            for tap in range(n_taps - 1):
+                total += history[tap * dilation, k] * weight[tap, k]
+            residual[t, k] += gated[t, k] + total / (np.float32(1) + np.exp(-total))
+        for row in range(n_history - 1):
+            history[row] = history[row + 1]
+        history[n_history - 1] = normed[t]

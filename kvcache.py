@@ -1,0 +1,273 @@
+"""What a conversation leaves behind in memory: K/V pools, running state, checkpoints.
+
+It owns layout, capture and apply; it knows no file and no model (the sizes come in as a `CacheShape`). Invariant: the
+number of cells held changes only together with the state that folds the same tokens (`commit`, `rewind`, `zero`), so a
+K/V cut without its recurrent state cannot be written. Read next: engine.py, which decides when; sessionfile.py, which
+reads and fills the pools piece by piece.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kernels_cpu import CELL_F16, CELL_F32, CELL_INT8, CELL_Q4_0, PAGE, SCALE_GROUP
+
+GEOMETRY_SLOTS = (
+    "n_embd", "n_layers", "qsa_interval", "ssm_state_size", "ssm_k_heads", "ssm_v_heads", "ssm_d_conv",
+    "ssm_conv_channels", "ssm_value_dim", "n_head", "n_head_kv", "head_dim", "idx_q_heads", "idx_key_dim", "hc", "hc_lr",
+    "n_expert", "n_ff",
+)  # fmt: skip
+PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
+
+
+class CellFormat(NamedTuple):
+    """How one layer keeps K and V; `code` is the number in a session file."""
+
+    code: int
+    k_storage: int
+    v_storage: int
+
+    @property
+    def rotate_k(self) -> bool:
+        """Whether K (and so the query) is stored after a Hadamard rotation: 4 bits need it, outliers would ruin them."""
+        return self.k_storage == CELL_Q4_0
+
+    @property
+    def rotate_v(self) -> bool:
+        return self.v_storage == CELL_Q4_0
+
+
+FORMATS = {
+    "fp16": CellFormat(0, CELL_F16, CELL_F16),
+    "int8": CellFormat(1, CELL_INT8, CELL_INT8),
+    "q4_0": CellFormat(2, CELL_Q4_0, CELL_Q4_0),
+    "k8v4": CellFormat(3, CELL_INT8, CELL_Q4_0),
+}
+# Exact K/V, for comparing a forward pass with a float reference; no option offers it and no file may hold it.
+EXACT = CellFormat(-1, CELL_F32, CELL_F32)
+
+
+def head_bytes(storage: int, head_dim: int) -> int:
+    """Bytes of one head's K or V in one cell, scales apart."""
+    return {CELL_F16: 2 * head_dim, CELL_INT8: head_dim, CELL_Q4_0: head_dim // 32 * 18, CELL_F32: 4 * head_dim}[storage]
+
+
+def scale_bytes(storage: int, head_dim: int) -> int:
+    """Bytes of the float16 scales of one head's K or V in one cell."""
+    return head_dim // SCALE_GROUP * 2 if storage == CELL_INT8 else 0
+
+
+def formats_for(head_dim: int) -> list[str]:
+    """The K/V formats that a head width can be cut into."""
+    power_of_two = head_dim & (head_dim - 1) == 0
+    fits = {"fp16": head_dim % 16 == 0, "int8": head_dim % 64 == 0, "q4_0": head_dim % 32 == 0 and power_of_two}
+    fits["k8v4"] = fits["int8"] and fits["q4_0"]
+    return [name for name in FORMATS if fits[name]]
+
+
+class CacheShape(NamedTuple):
+    """All that decides how large the cache of a model is."""
+
+    geometry: tuple[int, ...]  # 18 numbers, GEOMETRY_SLOTS
+    n_attention: int  # attention layers of the trunk
+    n_recurrent: int  # gated delta net layers
+    has_draft: bool
+    n_head_kv: int
+    head_dim: int
+    index_dim: int  # width of the indexer's keys, 0 without an indexer
+    history_bytes: int  # the n-gram layer's convolution history
+    n_cells: int  # a multiple of PAGE
+    cell_format: CellFormat
+    draft_format: CellFormat
+
+    @property
+    def recurrent_floats(self) -> int:
+        """float32 values of one gated delta net layer: the recurrent state, then the rows of its convolution."""
+        g = dict(zip(GEOMETRY_SLOTS, self.geometry, strict=True))
+        taps = max(g["ssm_d_conv"] - 1, 0)
+        return g["ssm_state_size"] ** 2 * g["ssm_v_heads"] + g["ssm_conv_channels"] * taps
+
+    @property
+    def state_sizes(self) -> tuple[int, int, int, int, int]:
+        """Bytes of gdn, ple, tails, dead, block_pos."""
+        indexed = self.n_attention if self.index_dim else 0
+        return (
+            4 * self.n_recurrent * self.recurrent_floats,
+            self.history_bytes,
+            4 * indexed * (PAGE - 1) * self.index_dim,
+            4 * indexed * self.index_dim,
+            4 * indexed,
+        )
+
+
+class LayerPool:
+    """The cells of one attention layer: codes [page][kv head][cell][bytes], their scales, and pooled index keys.
+
+    A conversation's first cells are a prefix of each array, so a part of a session file is a plain range of bytes.
+    """
+
+    def __init__(self, shape: CacheShape, cell_format: CellFormat, index_dim: int):
+        pages, heads, width = shape.n_cells // PAGE, shape.n_head_kv, shape.head_dim
+        self.format, self.head_dim, self.index_dim = cell_format, width, index_dim
+
+        def pool(size_bytes):
+            return np.zeros((pages, heads, PAGE, size_bytes), np.uint8)
+
+        self.k, self.v = pool(head_bytes(cell_format.k_storage, width)), pool(head_bytes(cell_format.v_storage, width))
+        self.k_scale = pool(scale_bytes(cell_format.k_storage, width))
+        self.v_scale = pool(scale_bytes(cell_format.v_storage, width))
+        # One row a page and the spare row of the open block behind the last one.
+        self.pooled = np.zeros((pages + 1 if index_dim else 0, index_dim), np.float32)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(array.nbytes for array in (self.k, self.v, self.k_scale, self.v_scale, self.pooled))
+
+    def window(self, n_tokens: int) -> "PoolWindow":
+        """The cells of the first `n_tokens` tokens, as a session file stores them."""
+        return PoolWindow(self, n_tokens)
+
+
+class PoolWindow:
+    """A layer's first cells as five ranges of bytes: what sessionfile reads in SAVE and fills in RESTORE."""
+
+    def __init__(self, pool: LayerPool, n_tokens: int):
+        pages = -(-n_tokens // PAGE)
+        rows = n_tokens // PAGE + 1 if pool.index_dim and n_tokens else 0
+        self.header = (
+            pool.format.code, pages * PAGE, pool.k.shape[1], pool.head_dim, PAGE, rows, pool.index_dim,
+        )  # fmt: skip
+        parts = (pool.k[:pages], pool.v[:pages], pool.k_scale[:pages], pool.v_scale[:pages], pool.pooled[:rows])
+        # A reshape of a prefix of a contiguous array is a view, which is what makes `write` reach the pool.
+        self._bytes = tuple(part.reshape(-1).view(np.uint8) for part in parts)
+        self.part_sizes = tuple(len(part) for part in self._bytes)
+
+    def read(self, part: int, offset: int, out: np.ndarray) -> None:
+        """Copy len(out) bytes of part `part` from `offset` into the uint8 array `out`."""
+        out[:] = self._bytes[part][offset : offset + len(out)]
+
+    def write(self, part: int, offset: int, data: np.ndarray) -> None:
+        """Copy the uint8 array `data` over part `part` at `offset`."""
+        self._bytes[part][offset : offset + len(data)] = data
+
+
+class Snapshot(NamedTuple):
+    """Everything that folds a prefix into fixed size, with the prefix itself; immutable.
+
+    gdn, ple, tails, dead float32 and block_pos int32, all flat, in the layout of `RunningState`.
+    """
+
+    ids: np.ndarray
+    gdn: np.ndarray
+    ple: np.ndarray
+    tails: np.ndarray
+    dead: np.ndarray
+    block_pos: np.ndarray
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(array.nbytes for array in self)
+
+
+class RunningState:
+    """The arrays that every token changes; flat, so that a capture is one copy each."""
+
+    def __init__(self, shape: CacheShape):
+        sizes = shape.state_sizes
+        self.gdn, self.ple = np.zeros(sizes[0] // 4, np.float32), np.zeros(sizes[1] // 4, np.float32)
+        self.tails, self.dead = np.zeros(sizes[2] // 4, np.float32), np.zeros(sizes[3] // 4, np.float32)
+        self.block_pos = np.zeros(sizes[4] // 4, np.int32)
+        g = dict(zip(GEOMETRY_SLOTS, shape.geometry, strict=True))
+        self._layer_floats = shape.recurrent_floats
+        self._recurrent = (g["ssm_v_heads"], g["ssm_state_size"], g["ssm_state_size"])
+        self._channels, self._index_dim = g["ssm_conv_channels"], shape.index_dim
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.gdn, self.ple, self.tails, self.dead, self.block_pos
+
+    def recurrent(self, index: int) -> np.ndarray:
+        """State [value heads, S_key, S_value] of the index-th gated delta net layer, a view."""
+        start = index * self._layer_floats
+        return self.gdn[start : start + int(np.prod(self._recurrent))].reshape(self._recurrent)
+
+    def conv(self, index: int) -> np.ndarray:
+        """The last convolution inputs [taps - 1, channels] of the index-th gated delta net layer, a view."""
+        start = index * self._layer_floats + int(np.prod(self._recurrent))
+        return self.gdn[start : (index + 1) * self._layer_floats].reshape(-1, self._channels)
+
+    def tail(self, index: int) -> np.ndarray:
+        """Raw index keys [3, D] of the open block of the index-th attention layer, a view."""
+        return self.tails.reshape(-1, PAGE - 1, self._index_dim)[index]
+
+    def spare_key(self, index: int) -> np.ndarray:
+        """The key [D] that stands for the open block of the index-th attention layer, a view."""
+        return self.dead.reshape(-1, self._index_dim)[index]
+
+
+class Cache:
+    """One timeline: pools, running state and the tokens they hold."""
+
+    def __init__(self, shape: CacheShape):
+        self.shape = shape
+        self.pools = [LayerPool(shape, shape.cell_format, shape.index_dim) for _ in range(shape.n_attention)]
+        self.draft_pool = LayerPool(shape, shape.draft_format, 0) if shape.has_draft else None
+        self.state = RunningState(shape)
+        self._ids = np.empty(shape.n_cells, np.int32)
+        self._n_tokens = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return self._n_tokens
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The tokens held, a view int32 [n_tokens]."""
+        return self._ids[: self._n_tokens]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of pools and running state."""
+        pools = self.pools + ([self.draft_pool] if self.draft_pool else [])
+        return sum(pool.size_bytes for pool in pools) + sum(array.nbytes for array in self.state.arrays)
+
+    def windows(self, n_tokens: int) -> list[PoolWindow]:
+        """Every layer's cells of the first `n_tokens` tokens, the draft layer last, in the order of a session file."""
+        pools = self.pools + ([self.draft_pool] if self.draft_pool else [])
+        return [pool.window(n_tokens) for pool in pools]
+
+    def commit(self, ids: np.ndarray) -> None:
+        """Count `ids` as held; the forward pass has just written their cells and folded them into the state."""
+        end = self._n_tokens + len(ids)
+        self._ids[self._n_tokens : end] = ids
+        self._n_tokens = end
+        self.state.block_pos[:] = end // PAGE * PAGE
+        self._place_spare_keys()
+
+    def capture(self) -> Snapshot:
+        """A copy of the running state and its tokens; cells are not in it, they are addressed by position."""
+        return Snapshot(self.ids.copy(), *(array.copy() for array in self.state.arrays))
+
+    def rewind(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot whose cells the pools still hold; later cells are overwritten by what is read next."""
+        for array, saved in zip(self.state.arrays, snapshot[1:], strict=True):
+            array[:] = saved
+        self._n_tokens = snapshot.n_tokens
+        self._ids[: self._n_tokens] = snapshot.ids
+        self._place_spare_keys()
+
+    def zero(self) -> None:
+        """Forget everything."""
+        for array in self.state.arrays:
+            array.fill(0)
+        self._n_tokens = 0
+
+    def _place_spare_keys(self) -> None:
+        # The row behind the last complete block stands for the open one; longer or discarded text may have used it.
+        if self.shape.index_dim:
+            for index, pool in enumerate(self.pools):
+                pool.pooled[self._n_tokens // PAGE] = self.state.spare_key(index)
