@@ -98,6 +98,11 @@ class PosixSystem:
 system = PosixSystem()
 
 
+def _forget(descriptor: int, offset: int, size: int) -> None:
+    with contextlib.suppress(OSError):  # advice: where it is not taken, memory that was free stays cache
+        system.forget(descriptor, offset, size)
+
+
 def allocate_block() -> np.ndarray:
     """A block at a page boundary, as direct transfers need it; it goes back to the system with its last view."""
     return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
@@ -254,7 +259,7 @@ class BlockWriter:
                 raise OSError(errno.EIO, "the system accepted no bytes")
             data, offset = data[n_written:], offset + n_written
         if not self._direct:
-            system.forget(self._descriptor, start, offset - start)
+            _forget(self._descriptor, start, offset - start)
 
     def publish(self, *, durable: bool = True, phase: Phase | None = None) -> None:
         """Write what is left, flush, and give the file its name; from then on `published` is true."""
@@ -335,7 +340,7 @@ class BlockReader:
     def _forget_all(self) -> None:
         if self._blocks:  # a file that was only looked into keeps its place in the cache
             self._blocks = []
-            system.forget(self._descriptor, 0, 0)
+            _forget(self._descriptor, 0, 0)
 
     def _open(self) -> int:
         try:
@@ -381,7 +386,7 @@ class BlockReader:
     def _read(self, block: np.ndarray, offset: int) -> np.ndarray:
         """Fill a block; runs in the helper thread."""
         if self._forget and offset:
-            system.forget(self._descriptor, offset - BLOCK_BYTES, BLOCK_BYTES)
+            _forget(self._descriptor, offset - BLOCK_BYTES, BLOCK_BYTES)
         self._fill(block, offset)
         return block
 

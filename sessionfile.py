@@ -67,13 +67,14 @@ __all__ = [
     "KvSink",
     "KvSource",
     "Limits",
-    "ListEntry",
+    "Peek",
     "SessionError",
     "SessionInfo",
     "SessionReader",
     "deepest",
     "inspect_session",
     "list_sessions",
+    "peek_session",
     "phase_allowance_s",
     "read_peak_bytes",
     "read_session",
@@ -711,6 +712,34 @@ class SessionInfo(NamedTuple):
         """The running state and the checkpoints'."""
         return sum(array.size for record in self.image.records for array in record.state)
 
+    def as_dict(self) -> dict:
+        """Everything as JSON can hold it; 64-bit identities are hexadecimal, as JSON numbers lose digits."""
+        image = self.image
+        return {
+            "size_bytes": self.size_bytes,
+            "modified_s": self.modified_s,
+            "version": VERSION,
+            "model": hex64(self.identity.model),
+            "config": hex64(self.identity.config),
+            "payload_hash": hex64(self.payload_hash),
+            "geometry": list(image.geometry),
+            "layers": [image.layer_lo, image.layer_hi],
+            "control_vector": image.cvec,
+            "live": _record_dict(image.live),
+            "checkpoints": [_record_dict(checkpoint) for checkpoint in image.checkpoints],
+            "kv_layers": [
+                layer.header._asdict() | {"part_bytes": dict(zip(KV_PARTS, layer.part_sizes, strict=True))}
+                for layer in image.kv
+            ],
+            "kv_bytes": self.kv_bytes,
+            "state_bytes": self.state_bytes,
+        }
+
+
+def _record_dict(record: Checkpoint) -> dict:
+    sizes = {name: array.size for name, array in zip(STATE_ARRAYS, record.state, strict=True)}
+    return {"n_tokens": record.n_tokens, "n_images": record.n_images, "used": record.used, "state_bytes": sizes}
+
 
 def inspect_session(path: str) -> SessionInfo:
     """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them."""
@@ -734,8 +763,8 @@ def _info(path: str, reader: BlockReader, header: Header, image: Image, payload_
     return SessionInfo(path, reader.size_bytes, reader.modified_s, identity, payload_hash, image)
 
 
-class ListEntry(NamedTuple):
-    """One file of a folder; `refusal` says what is wrong with one whose other fields stay empty."""
+class Peek(NamedTuple):
+    """What the header of a file and its first count say, or why they cannot be used."""
 
     name: str
     size_bytes: int = 0
@@ -745,24 +774,34 @@ class ListEntry(NamedTuple):
     refusal: SessionError | None = None
 
 
-def list_sessions(folder: str) -> list[ListEntry]:
-    """The session files of a folder by name, from their headers; hidden files and files of other kinds are left out."""
+def peek_session(path: str) -> Peek:
+    """A file's header and token count, for listings; raises SessionError."""
+    with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
+        _check_size(reader.size_bytes, LOOK_LIMITS)
+        header = _read_header(_Seeker(reader), None)
+        (n_tokens,) = COUNT.unpack(reader.read_at(LIVE_OFFSET, COUNT.size))
+        identity = Identity(header.model, header.config)
+        return Peek(os.path.basename(path), reader.size_bytes, reader.modified_s, n_tokens, identity)
+
+
+def list_sessions(folder: str) -> list[Peek]:
+    """The session files of a folder by name; hidden files and files of other kinds are left out."""
     with _system_failures(lambda: f"reading the folder '{folder}'"), os.scandir(folder) as entries:
         names = [e.name for e in entries if not e.name.startswith(".") and e.is_file(follow_symlinks=False)]
     entries = (_list_entry(folder, name) for name in sorted(names))
     return [entry for entry in entries if entry]
 
 
-def _list_entry(folder: str, name: str) -> ListEntry | None:
+def _list_entry(folder: str, name: str) -> Peek | None:
+    path = os.path.join(folder, name)
     try:
-        with _system_failures(_reading), BlockReader(os.path.join(folder, name)) as reader:
-            size_bytes = reader.size_bytes
-            if reader.read_at(0, min(size_bytes, len(START_MARK))) != START_MARK:
+        with open(path, "rb", buffering=0) as file:
+            if file.read(len(START_MARK)) != START_MARK:
                 return None
-            _check_size(size_bytes, LOOK_LIMITS)
-            header = _read_header(_Seeker(reader), None)
-            (n_tokens,) = COUNT.unpack(reader.read_at(LIVE_OFFSET, COUNT.size))
-            return ListEntry(name, size_bytes, reader.modified_s, n_tokens, Identity(header.model, header.config))
+        return peek_session(path)
+    except FileNotFoundError:
+        return None  # gone since the folder was read
+    except OSError as error:
+        return Peek(name, refusal=SessionError("io", "os", f"{_reading()}: {error.strerror}"))
     except SessionError as error:
-        gone = isinstance(error.__cause__, FileNotFoundError)
-        return None if gone else ListEntry(name, refusal=error)
+        return Peek(name, refusal=error)

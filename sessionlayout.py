@@ -29,6 +29,8 @@ LIVE_OFFSET = HEADER.size + GEOMETRY.size + LAYER_RANGE.size + COUNT.size  # of 
 
 STATE_ARRAYS = ("gdn", "ple", "tails", "dead", "block_pos")
 KV_PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
+KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")  # by format code
+ROTATED = 16  # added to the code of fp16 or int8 when K and V were rotated
 MIN_CHECKPOINT_BYTES = 72  # one word above the real minimum, as every reader of this format counts
 MIN_KV_LAYER_BYTES = KV_HEADER.size + len(KV_PARTS) * COUNT.size
 OPEN = (1 << 64) - 1  # a limit that limits nothing, and where sums saturate
@@ -104,6 +106,15 @@ class KvHeader(NamedTuple):
     page_size: int
     pooled_rows: int
     idx_dim: int
+
+    @property
+    def format_name(self) -> str:
+        """The word for the format code, or the bare code where it has none."""
+        rotated = self.format in (ROTATED, ROTATED + 1)
+        code = self.format - ROTATED if rotated else self.format
+        if not 0 <= code < len(KV_FORMATS):
+            return f"code {self.format}"
+        return KV_FORMATS[code] + (" rotated" if rotated else "")
 
 
 class KvSource(Protocol):

@@ -6,11 +6,14 @@ needs the standard library alone, so that `--help` is instant and a man page can
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 __version__ = "0.1.0"
@@ -18,6 +21,7 @@ __version__ = "0.1.0"
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 MAX_COUNT = 2**31 - 1  # every number on the command line is held in 32 bits somewhere
 MAX_CONFIG_BYTES = 1 << 20
+LARGE_BYTES = 256 << 20  # a file below this is read before a line about it would be
 KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")
 BACKENDS = ("auto", "cpu", "cuda")
 SPLIT_OPTIONS = ("layer_split", "peer_device")
@@ -120,17 +124,20 @@ class _RefuseSplit(argparse.Action):
 def _add_session(commands) -> None:
     session = commands.add_parser("session", allow_abbrev=False, help="look into session files and prove them sound")
     views = session.add_subparsers(dest="view", metavar="VIEW", required=True)
-    for name, what, operand in (
-        ("inspect", "what is in a file; reads its header and structure only", "FILE"),
-        ("verify", "read every byte and say what it proved; exit 0 only if all files are sound", "FILE"),
-        ("list", "one line for each session file of a folder", "DIR"),
+    for name, what, operand, run in (
+        ("inspect", "what is in a file; reads its header and structure only", "FILE", run_inspect),
+        ("verify", "read every byte and say what it proved; exit 0 only if all files are sound", "FILE", run_verify),
+        ("list", "one line for each session file of a folder: tokens, bytes, time, name", "DIR", run_list),
     ):
         view = views.add_parser(name, allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}.")
         if operand == "FILE":
             view.add_argument("files", metavar="FILE", nargs="+")
         else:
             view.add_argument("folder", metavar="DIR")
-        view.add_argument("--json", action="store_true", help="print JSON in place of text")
+        view.add_argument("--json", action="store_true", help="print one JSON object a line in place of text")
+        if name == "verify":
+            view.add_argument("--quiet", action="store_true", help="print nothing on stderr while reading")
+        view.set_defaults(run=run)
 
 
 def _add_filters(commands) -> None:
@@ -467,6 +474,165 @@ def run_demo(args: argparse.Namespace) -> int:
         return EXIT_OK if demo.run(args.model) else EXIT_FAILED
     except demo.DemoError as error:
         raise CommandError(str(error)) from error
+
+
+# --- Session files ---
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    """What is in each file; a file that cannot be read is told on stderr, or in its JSON object."""
+    import sessionfile
+
+    def look(path: str) -> None:
+        info = sessionfile.inspect_session(path)
+        if args.json:
+            _print_json({"file": path, "ok": True} | info.as_dict())
+        else:
+            _print_info(info)
+
+    return _each_file(args, look, sys.stderr)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Whether each file is sound in every byte; the verdicts are the results."""
+    import sessionfile
+
+    def look(path: str) -> None:
+        with _reading_progress(path, quiet=args.quiet) as progress:
+            info = sessionfile.verify_session(path, progress=progress)
+        if args.json:
+            _print_json({"file": path, "ok": True} | info.as_dict())
+        else:
+            proved = f"header hash, structure, payload hash {info.payload_hash:016x} and end marker agree"
+            print(f"{_printable(path)}: sound. All {info.size_bytes} bytes were read; {proved}.", flush=True)
+
+    return _each_file(args, look, sys.stdout)
+
+
+def _each_file(args: argparse.Namespace, look: Callable[[str], None], refusals) -> int:
+    """Call `look` with every file named; exit code 1 if any was refused."""
+    import sessionfile
+
+    exit_code = EXIT_OK
+    for path in args.files:
+        try:
+            if path == "-":
+                text = "standard input cannot be read by position; name a file (./- for one of this name)"
+                raise sessionfile.SessionError("invalid", "not-regular", text)
+            look(path)
+        except sessionfile.SessionError as error:
+            exit_code = EXIT_FAILED
+            if args.json:
+                names = ("kind", "reason", "section", "offset", "expected", "found")
+                fields = {name: getattr(error, name) for name in names}
+                _print_json({"file": path, "ok": False, "message": str(error)} | fields)
+            else:
+                print(f"{_printable(path)}: refused ({error.kind}): {error}", file=refusals, flush=True)
+    return exit_code
+
+
+def _print_json(value: dict) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def _printable(name: str) -> str:
+    """A file's name without characters that would move the cursor or cannot be encoded."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name)
+
+
+def _local_time(modified_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(modified_s))
+
+
+def _print_info(info) -> None:
+    """An inspected file as a few lines and a table of its layers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    image = info.image
+    checkpoints = ", ".join(str(checkpoint.n_tokens) for checkpoint in image.checkpoints)
+    lines = {
+        "size": f"{info.size_bytes} bytes, changed {_local_time(info.modified_s)}",
+        "model": f"{info.identity.model:016x}",
+        "config": f"{info.identity.config:016x}",
+        "payload hash": f"{info.payload_hash:016x} as stored; `strata session verify` proves it",
+        "tokens": f"{image.live.n_tokens}, images {image.live.n_images}",
+        "checkpoints": f"{len(image.checkpoints)}" + (f", of {checkpoints} tokens" if checkpoints else ""),
+        "layers": f"{image.layer_lo} to {image.layer_hi}, control vector {'on' if image.cvec else 'off'}",
+        "state": f"{info.state_bytes} bytes",
+        "K/V": f"{info.kv_bytes} bytes in {len(image.kv)} layers",
+    }
+    print(_printable(info.path))
+    for name, value in lines.items():
+        print(f"  {name:<13} {value}")
+    if image.kv:
+        table = Table("layer", "format", "cells", "heads", "width", "pooled", "bytes", box=None, padding=(0, 0, 0, 2))
+        for column in table.columns:
+            column.justify, column.no_wrap = "right", True
+        for i, layer in enumerate(image.kv):
+            head = layer.header
+            counts = (head.cells, head.heads, head.head_dim, head.pooled_rows, sum(layer.part_sizes))
+            table.add_row(str(i), head.format_name, *map(str, counts))
+        Console(highlight=False, width=max(80, shutil.get_terminal_size().columns)).print(table)
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _reading_progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """What reports a reading on stderr: a bar on a terminal, a line at every tenth of a large file otherwise."""
+    if quiet:
+        yield None
+    elif not sys.stderr.isatty():
+        yield _progress_lines(path)
+    else:
+        from rich import progress as bars
+        from rich.console import Console
+
+        columns = (bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+        name = bars.TextColumn("{task.description}", markup=False)
+        with bars.Progress(name, *columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(_printable(os.path.basename(path)), total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _progress_lines(path: str) -> Callable[[int, int], None]:
+    tenths = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal tenths
+        if total >= LARGE_BYTES and 10 * done // total > tenths:
+            tenths = 10 * done // total
+            _log(f"{_printable(path)}: read {done} of {total} bytes")
+
+    return report
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """One line for each session file of a folder; exit code 1 if one of them has a damaged header."""
+    import sessionfile
+
+    try:
+        entries = sessionfile.list_sessions(args.folder)
+    except sessionfile.SessionError as error:
+        raise CommandError(str(error)) from error
+    for entry in entries:
+        if args.json:
+            _print_json(_entry_dict(entry))
+        elif entry.refusal:
+            print(f"{'-':>9} {'-':>13} {'-':>19}  {_printable(entry.name)}: refused: {entry.refusal}")
+        else:
+            time_text = _local_time(entry.modified_s)
+            print(f"{entry.n_tokens:>9} {entry.size_bytes:>13} {time_text:>19}  {_printable(entry.name)}")
+    sys.stdout.flush()
+    return EXIT_FAILED if any(entry.refusal for entry in entries) else EXIT_OK
+
+
+def _entry_dict(entry) -> dict:
+    if entry.refusal:
+        return {"file": entry.name, "ok": False, "kind": entry.refusal.kind, "message": str(entry.refusal)}
+    identity = {name: f"{value:016x}" for name, value in entry.identity._asdict().items()}
+    sizes = {"n_tokens": entry.n_tokens, "size_bytes": entry.size_bytes, "modified_s": entry.modified_s}
+    return {"file": entry.name, "ok": True} | sizes | identity
 
 
 if __name__ == "__main__":
