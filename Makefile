@@ -21,7 +21,6 @@ test: $(READY) $(MODEL)
 
 check: test
 	$(RUN)ruff check .
-	$(RUN)ruff format --check .
 	$(MAN) | diff man/strata.1 -
 
 man: $(READY)
@@ -37,7 +36,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "$(PYTHON) is not Python 3.11 to 3.13; name one: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(RUN)python || $(PYTHON) -m venv $(VENV)
-	@$(RUN)python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@$(RUN)python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 $(MODEL): | $(READY)
