@@ -38,7 +38,8 @@ class CommandError(Exception):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    parser = get_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    parser = get_parser(commands="--serve" not in argv)
     args = parser.parse_args(argv)
     try:
         return _command(args)(args)
@@ -57,15 +58,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
     """The function that carries out what was asked."""
-    given = _given_serve_options(args)
     if args.serve:
-        if args.command:
-            raise UsageError(f"--serve and the command '{args.command}' exclude each other")
         return run_serve
     if not args.command:
         raise UsageError("name a command, or --serve for the engine; `strata --help` lists them")
-    if given or args.config:
-        names = ", ".join(_flag(name) for name in [*given, *(["config"] if args.config else [])])
+    if given := [*_given_serve_options(args), *(["config"] if args.config else [])]:
+        names = ", ".join(map(_flag, given))
         raise UsageError(f"{names} before a command: these belong to --serve")
     return args.run
 
@@ -73,8 +71,12 @@ def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
 # --- The parser ---
 
 
-def get_parser() -> argparse.ArgumentParser:
-    """The whole command line; also read by argparse-manpage."""
+def get_parser(*, commands: bool = True) -> argparse.ArgumentParser:
+    """The whole command line, as argparse-manpage reads it, or that of --serve.
+
+    The latter has no `commands`: the value of a mistyped option would be taken for one, and the error would name it in
+    place of the option.
+    """
     parser = argparse.ArgumentParser(
         prog="strata",
         usage="strata (--serve [OPTION]... | COMMAND [ARGUMENT]...)",
@@ -92,10 +94,10 @@ def get_parser() -> argparse.ArgumentParser:
         help="JSON object with options of --serve, the same names with _ for -; an option given here as well wins",
     )
     _add_serve_options(parser)
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="strata")
-    _add_session(commands)
-    _add_filters(commands)
-    _add_demo(commands)
+    if commands:
+        children = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="strata")
+        for add in (_add_session, _add_filters, _add_demo):
+            add(children)
     return parser
 
 
