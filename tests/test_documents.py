@@ -1,0 +1,176 @@
+"""The manual pages and the README say what the code does: options, exit codes, every byte of the session file."""
+
+import argparse
+import pathlib
+import re
+import struct
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import sessionlayout as layout
+import strata
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "man/strata.1").read_text()
+FORMAT_PAGE = (ROOT / "man/strata-session.5").read_text()
+TYPE_OF = {"Q": "u64", "q": "i64", "I": "u32", "i": "i32", "s": "bytes"}
+
+
+def parsers(parser: argparse.ArgumentParser, name: str = "strata"):
+    """Every parser of the command line with its name."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, child in action.choices.items():
+                yield from parsers(child, f"{name} {word}")
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """The long options that a user may see."""
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    return {word for action in shown for word in action.option_strings if word.startswith("--")}
+
+
+COMMANDS = dict(parsers(strata.get_parser()))
+ALL_OPTIONS = set().union(*map(options, COMMANDS.values()))
+
+
+def plain(page: str) -> str:
+    """A manual page without its markup."""
+    return re.sub(r"\\f[BIR]|\\[,/]", "", page).replace("\\-", "-")
+
+
+# --- strata.1 and the README against the parser ---
+
+
+def test_the_page_has_every_option_and_no_other():
+    assert set(re.findall(r"--[a-z][a-z-]+", plain(PAGE))) == ALL_OPTIONS - {"--help"}
+
+
+def test_the_page_is_the_one_that_make_man_writes(tmp_path):
+    lines = subprocess.run(
+        [
+            "make",
+            "--no-print-directory",
+            "--dry-run",
+            "man",
+            "PYTHON=true",
+            f"RUN={pathlib.Path(sys.executable).parent}/",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    command = lines[lines.index("SOURCE_DATE_EPOCH") :].replace("> man/strata.1", f"> {tmp_path}/strata.1")
+    subprocess.run(command, cwd=ROOT, shell=True, check=True)
+    assert (tmp_path / "strata.1").read_text() == PAGE
+
+
+def test_the_readme_names_only_options_and_commands_that_exist():
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= ALL_OPTIONS
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", README, re.DOTALL))
+    shown = {f"strata {words}" for words in re.findall(r"\bstrata ((?:session )?[a-z]+)", code)}
+    assert shown == COMMANDS.keys() - {"strata", "strata session"}
+
+
+def test_defaults_in_the_help_are_those_of_the_table():
+    for option in strata.SERVE_OPTIONS:
+        said = re.search(r"\(default: (\w+)", option.help)
+        if option.default is not None:
+            assert said, option.name
+            assert said[1] == str(option.default), option.name
+
+
+@pytest.mark.parametrize("code", [strata.EXIT_OK, strata.EXIT_FAILED, strata.EXIT_USAGE])
+def test_exit_codes_are_documented(code):
+    assert re.search(rf"^\.B {code}$", PAGE, re.MULTILINE)
+
+
+def test_one_version_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == strata.__version__
+    assert (ROOT / "CHANGELOG.md").read_text().count(f"\n## {strata.__version__}") == 1
+
+
+def test_the_readme_lists_the_modules_of_the_wheel():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    listed = set(re.findall(r"^ *(\w+)\.py ", README, re.MULTILINE))
+    modules = {path.stem for path in ROOT.glob("*.py")}
+    assert listed == modules == set(tool["py-modules"])
+
+
+# --- strata-session.5 against sessionlayout.py ---
+
+
+def table(section: str) -> list[list[str]]:
+    """The rows of the first table in a section, below its heading."""
+    text = FORMAT_PAGE.split(f".SS {section}\n")[1]
+    rows = text.split(".TS\n")[1].split("\n.TE")[0].splitlines()[3:]
+    return [[cell.replace("\\&", "").replace("\\-", "-") for cell in row.split("|")] for row in rows]
+
+
+def fields(record: struct.Struct) -> list[tuple[int, str]]:
+    """Bytes and type of every field of a struct, in order."""
+    codes = re.findall(r"(\d*)([a-zA-Z])", record.format)
+    single = [(code, count) for count, code in codes if code == "s"]
+    spread = [(code, "") for count, code in codes if code != "s" for _ in range(int(count or 1))]
+    in_order = single + spread if codes[0][1] == "s" else spread + single
+    return [(struct.calcsize("<" + count + code), TYPE_OF[code]) for code, count in in_order]
+
+
+def test_header_table():
+    offset, expected = 0, []
+    for (size, kind), name in zip(fields(layout.HEADER), layout.Header._fields, strict=True):
+        expected.append([str(offset), str(size), kind, name.replace("_", " ")])
+        offset += size
+    assert table("Header") == expected
+    assert offset == layout.HEADER.size == 64
+
+
+def test_payload_table():
+    rows = table("Payload")
+    expected, offset = [], layout.HEADER.size
+    for record, kind in ((layout.GEOMETRY, "18 i64"), (layout.LAYER_RANGE, "2 i64"), (layout.COUNT, "u64")):
+        expected.append([str(offset), str(record.size), kind])
+        offset += record.size
+    assert [row[:3] for row in rows[:3]] == expected
+    assert rows[3][0] == str(layout.LIVE_OFFSET) == str(offset)
+    assert len(fields(layout.GEOMETRY)) == 18
+
+
+def test_record_table():
+    counted = [[["8", "u64", f"{name} size"], ["", "bytes", name]] for name in layout.STATE_ARRAYS]
+    expected = [["8", "u64", "token count"], ["4 each", "i32", "token ids"], ["8", "u64", "image count"]]
+    expected += [[f"{layout.IMAGE.size} each", ", ".join(kind for _, kind in fields(layout.IMAGE)), "images"]]
+    expected += [row for pair in counted for row in pair] + [["8", "u64", "used"]]
+    assert table("Record") == expected
+
+
+def test_layer_table():
+    header = [
+        [str(size), kind, name]
+        for (size, kind), name in zip(fields(layout.KV_HEADER), layout.KvHeader._fields, strict=True)
+    ]
+    counted = [[["8", "u64", f"{name} size"], ["", "bytes", name]] for name in layout.KV_PARTS]
+    assert table("K/V layer") == header + [row for pair in counted for row in pair]
+
+
+def test_trailer_table():
+    sizes = fields(layout.TRAILER)
+    assert table("Trailer") == [
+        [str(-layout.TRAILER.size), str(sizes[0][0]), sizes[0][1], "payload hash"],
+        [str(-sizes[1][0]), str(sizes[1][0]), sizes[1][1], "end mark"],
+    ]
+
+
+def test_numbers_in_the_text():
+    assert f"The file's size less {layout.FRAME_BYTES}." in FORMAT_PAGE
+    assert f"for checkpoints, {layout.MIN_CHECKPOINT_BYTES} bytes" in FORMAT_PAGE.replace("\n", " ")
+    for mark, name in ((layout.START_MARK, "STRSESS"), (layout.END_MARK, "STRSEND")):
+        assert mark == name.encode() + b"\x01"
+        assert f"seven characters {name}" in FORMAT_PAGE

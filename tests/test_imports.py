@@ -1,0 +1,90 @@
+"""Imports run one way; the graph is read from the sources."""
+
+import ast
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MODULES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
+
+# What each module may import of the others. A new line here is a decision about the structure, not a formality.
+ALLOWED = {
+    "jit": set(),
+    "simd": {"jit"},
+    "kernels_cpu": {"jit", "simd"},
+    "fingerprint": {"jit", "simd"},
+    "gguffile": set(),
+    "blockfile": set(),
+    "sessionlayout": {"blockfile"},
+    "sessionfile": {"sessionlayout", "blockfile", "fingerprint"},
+    "tokenizer": {"gguffile"},
+    "sampling": {"kernels_cpu"},
+    "kvcache": {"kernels_cpu"},
+    "weights": {"gguffile", "kvcache"},
+    "model": {"weights", "kvcache"},
+    "engine": {"model", "weights", "kvcache", "sampling", "fingerprint", "sessionfile", "kernels_cpu"},
+    "serveloop": {"engine", "sessionfile"},
+    "declaration": set(),
+    "demo": {"tokenizer", "declaration"},
+    "strata": {"serveloop", "engine", "weights", "sessionfile", "tokenizer", "demo"},
+}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """The top-level names that a tree imports, wherever it does so."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "the modules are flat"
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def top_level(tree: ast.Module) -> set[str]:
+    """What is imported when the module is."""
+    return set().union(*(imports(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)))
+
+
+def test_every_module_has_its_place_in_the_graph():
+    assert MODULES.keys() == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_module_imports_only_what_lies_below_it(name):
+    assert imports(MODULES[name]) & MODULES.keys() <= ALLOWED[name]
+
+
+def test_the_graph_has_no_cycle():
+    below = {name: set(direct) for name, direct in ALLOWED.items()}
+    while ready := {name for name, direct in below.items() if not direct}:
+        below = {name: direct - ready for name, direct in below.items() if name not in ready}
+    assert not below
+
+
+def test_the_command_line_needs_the_standard_library_alone():
+    assert top_level(MODULES["strata"]) <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "blockfile"])
+def test_what_needs_no_kernel_does_not_load_numba(name):
+    reached, waiting = set(), {name}
+    while waiting:
+        reached |= waiting
+        waiting = set().union(*(top_level(MODULES[module]) for module in waiting & MODULES.keys())) - reached
+    assert "numba" not in reached
+
+
+@pytest.mark.parametrize("name", sorted(name for name, tree in MODULES.items() if "numba" in top_level(tree)))
+def test_kernels_are_kept_in_our_folder_whichever_module_comes_first(name):
+    code = f"import {name}, jit, numba; print(numba.config.CACHE_DIR == str(jit.os.environ['NUMBA_CACHE_DIR']) != '')"
+    environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "True\n"
