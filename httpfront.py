@@ -1,0 +1,701 @@
+"""The HTTP front: routes, checks, event streams, and the order in which a server starts and ends.
+
+Owns what stands on the wire; refuses to know arrays, file layouts and the engine in its own process: that is a child
+behind ``childproc``. Invariant: no GET waits for the child, and every answer but a page is JSON or an event stream.
+
+Read next: ``childproc.py`` for the child, ``chatapi.py`` for bodies and answers, ``sessionfolder.py`` for saved files.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import chatapi
+import webpage
+from chatapi import AnswerReader, ApiError, ChatDialect, Dialect, GenerationRequest, NativeDialect, TextDialect
+from childproc import (
+    Busy,
+    ChildError,
+    Done,
+    Ending,
+    EngineChild,
+    EngineRefused,
+    Generation,
+    NotLoaded,
+    PromptProgress,
+    Resume,
+    SessionDone,
+    SessionRefused,
+    Token,
+)
+from httpguard import Access, Guard, Json, error_response, json_bytes, read_object
+from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename
+from tokenizer import Tokenizer, TokenizerError
+
+# A million token ids in JSON are 8 MB; texts of that length are smaller.
+BODY_LIMIT_BYTES = 32 << 20
+SLOT_BODY_LIMIT_BYTES = 64 << 10
+# Clients and proxies drop a stream that is silent for 15 s to 300 s.
+KEEP_ALIVE_S = 10.0
+# Idle connections of clients that pool them; the client should be the one that closes first.
+IDLE_CONNECTION_S = 75
+# What a request that came too early is told to wait, in whole seconds.
+RETRY_AFTER_S = 5
+# Below the 90 s that systemd waits; a save that is not done by then is given up, and the old file stays.
+EXIT_GRACE_S = 80.0
+# For answers on their way when the engine has gone already.
+LAST_ANSWERS_S = 3
+SESSION_STATUS = {"invalid": 400, "storage": 507, "memory": 503, "io": 500}
+SLOT_ACTIONS = ("save", "restore", "erase")
+
+
+class FrontError(Exception):
+    """The front cannot start or had to give up; one line for the terminal."""
+
+
+@dataclass(frozen=True)
+class FrontOptions:
+    """What the HTTP options of ``--serve`` say, checked."""
+
+    port: int
+    model: str
+    access: Access = field(default_factory=Access)
+    slot_save_path: str | None = None
+    restore_at_start: str | None = None
+    save_at_exit: str | None = None
+    silence_s: float = 300.0
+
+    @property
+    def model_id(self) -> str:
+        """The file's name without its ending and without the number of a part."""
+        return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", os.path.basename(self.model), flags=re.IGNORECASE)
+
+
+# --- Starting and ending ---
+
+
+def serve(options: FrontOptions, command: Sequence[str], terminal: "Terminal | None" = None) -> int:
+    """Serve until SIGTERM or SIGINT and return the exit status; ``command`` starts the engine child.
+
+    Raises FrontError when the address or the model cannot be used.
+    """
+    try:
+        listener = listen(options.access.host, options.port)
+    except OSError as error:
+        where = f"{options.access.host}:{options.port}"
+        raise FrontError(f"cannot listen on {where}: {error.strerror or error}; choose another --http") from error
+    return asyncio.run(_serve(options, command, listener, terminal or Terminal()))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket for an IPv4 or IPv6 address or a name; port 0 takes any free one."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, backlog=128)
+
+
+async def _serve(options: FrontOptions, command: Sequence[str], listener: socket.socket, terminal: "Terminal") -> int:
+    front = Front(options, command, terminal)
+    address, port = listener.getsockname()[:2]
+    terminal.log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+    server = FrontServer(front)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, server.end)
+    starter = asyncio.create_task(server.start_front())
+    await server.serve(sockets=[listener])
+    starter.cancel()
+    await asyncio.gather(starter, return_exceptions=True)
+    await front.close()
+    if server.failure:
+        raise server.failure
+    return 0
+
+
+class FrontServer(uvicorn.Server):
+    """uvicorn, with an end of our own: the engine first, so that running answers and a save come to theirs."""
+
+    def __init__(self, front: "Front"):
+        super().__init__(
+            uvicorn.Config(
+                front.app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=IDLE_CONNECTION_S,
+                timeout_graceful_shutdown=LAST_ANSWERS_S,
+            )
+        )
+        self.failure: FrontError | None = None
+        self._front = front
+        self._ending: asyncio.Task | None = None
+
+    def capture_signals(self):
+        return contextlib.nullcontext()
+
+    async def start_front(self) -> None:
+        """Load tokenizer and engine; a server that cannot do that at its start ends."""
+        try:
+            await self._front.start()
+        except (ChildError, TokenizerError) as error:
+            if not self._ending:
+                self.failure = FrontError(str(error))
+                self.should_exit = True
+
+    def end(self) -> None:
+        """End in order; a second call ends at once."""
+        if self._ending:
+            self._front.child.kill()
+            self.force_exit = True
+        else:
+            self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        await self._front.close()
+        self.should_exit = True
+
+
+class Terminal:
+    """What the person at the terminal sees: the engine's log, one line an operation, a line of progress meanwhile."""
+
+    def __init__(self):
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._progress = None
+        self._task = None
+
+    def log(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def watch(self, progress) -> None:
+        """Draw the progress of a save or restore, None when it is over; nothing where stderr is no terminal."""
+        if not self._console.is_terminal:
+            return
+        if progress is None:
+            self._stop()
+            return
+        if self._progress is None:
+            self._start()
+        what = f"{progress.action} {progress.filename} {progress.phase}"
+        total = progress.total_bytes or None
+        self._progress.update(self._task, description=what, completed=progress.done_bytes, total=total)
+
+    def _start(self) -> None:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        text = TextColumn("{task.description}", markup=False)
+        columns = (text, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+        self._progress = Progress(*columns, console=self._console, transient=True)
+        self._task = self._progress.add_task("", total=None)
+        self._progress.start()
+
+    def _stop(self) -> None:
+        if self._progress:
+            self._progress.stop()
+        self._progress = None
+
+
+# --- Errors and streams ---
+
+
+def _api_error(error: ChildError) -> ApiError:
+    """What a client is told when the child brought no result."""
+    if isinstance(error, SessionRefused):
+        extra = {"published": True} if error.published else {}
+        return ApiError(SESSION_STATUS[error.kind], str(error), kind=error.kind, **extra)
+    if isinstance(error, NotLoaded | Ending):
+        return _too_early(str(error))
+    if isinstance(error, Busy):
+        return ApiError(409, str(error))
+    return ApiError(400 if isinstance(error, EngineRefused) else 500, str(error))
+
+
+def _too_early(text: str) -> ApiError:
+    return ApiError(503, text, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def _on_api_error(request: Request, error: ApiError) -> Response:
+    return error_response(error)
+
+
+async def _on_child_error(request: Request, error: ChildError) -> Response:
+    return error_response(_api_error(error))
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    path = request.url.path[:200]
+    texts = {404: f"there is no {path!r}", 405: f"{request.method} is not possible on {path!r}"}
+    text = texts.get(error.status_code, error.detail)
+    return error_response(ApiError(error.status_code, text, headers=error.headers))
+
+
+async def _on_hang_up(request: Request, error: ClientDisconnect) -> Response:
+    return error_response(ApiError(400, "the client hung up in the middle of its request"))
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return error_response(ApiError(500, "the server failed in this request; its log says where"))
+
+
+async def _hung_up(receive, stop: Callable[[], None]) -> None:
+    """Call ``stop`` when the client has gone; its body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    stop()
+
+
+@contextlib.asynccontextmanager
+async def _stopped_on_hang_up(receive, generation: Generation) -> AsyncIterator[None]:
+    """The generation ends with this block at the latest, and as soon as the client hangs up."""
+    watcher = asyncio.create_task(_hung_up(receive, generation.stop))
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.stop()
+
+
+class EventStream(Response):
+    """A stream of server-sent events; stops the generation when the client hangs up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, blocks: AsyncIterator[bytes], generation: Generation):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._blocks = blocks
+        self._generation = generation
+
+    async def __call__(self, scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with _stopped_on_hang_up(receive, self._generation):
+            async for block in self._blocks:
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event(content: dict) -> bytes:
+    return b"data: " + json_bytes(content) + b"\n\n"
+
+
+# --- Routes ---
+
+
+class Front:
+    """The routes and what they share: the child, the tokenizer, the folder of saved sessions."""
+
+    def __init__(self, options: FrontOptions, command: Sequence[str], terminal: Terminal):
+        self._options = options
+        self._terminal = terminal
+        self._begun = int(time.time())
+        self._tokenizer: Tokenizer | None = None
+        self._restore_refused = False
+        self._ready = False
+        self._closing: asyncio.Future | None = None
+        self.child = EngineChild(command, silence_s=options.silence_s, log=terminal.log, watch=terminal.watch)
+        self._folder = SessionFolder(options.slot_save_path) if options.slot_save_path else None
+        self.app = self._make_app()
+
+    def _make_app(self) -> Starlette:
+        get, post = ["GET"], ["POST"]
+        routes = [
+            Route("/", self.page, methods=get),
+            Route("/health", self.health, methods=get),
+            Route("/v1/health", self.health, methods=get),
+            Route("/v1/models", self.models, methods=get),
+            Route("/models", self.models, methods=get),
+            Route("/v1/models/{model:path}", self.model, methods=get),
+            Route("/props", self.props, methods=get),
+            Route("/slots", self.slots, methods=get),
+            Route("/slots/{slot}", self.slot_action, methods=post),
+            Route("/metrics", self.metrics, methods=get),
+            Route("/sessions", self.sessions, methods=get),
+            Route("/sessions/{name:path}", self.delete_session, methods=["DELETE"]),
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.text_completion, methods=post),
+            Route("/completion", self.native_completion, methods=post),
+            Route("/completions", self.native_completion, methods=post),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/apply-template", self.apply_template, methods=post),
+            Route("/load", self.load, methods=post),
+            Route("/unload", self.unload, methods=post),
+        ]
+        handlers = {
+            ApiError: _on_api_error,
+            ChildError: _on_child_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_hang_up,
+            Exception: _on_fault,
+        }
+        guard = [Middleware(Guard, access=self._options.access)]
+        app = Starlette(routes=routes, middleware=guard, exception_handlers=handlers)
+        app.router.redirect_slashes = False
+        return app
+
+    async def start(self) -> None:
+        """Load the tokenizer and the engine, restore if asked; raises TokenizerError or ChildError."""
+        loading = asyncio.to_thread(Tokenizer.load, self._options.model)
+        self._tokenizer, _ = await asyncio.gather(loading, self.child.load())
+        if self._options.restore_at_start:
+            await self._restore_at_start(self._options.restore_at_start)
+        self._ready = True
+
+    async def _restore_at_start(self, name: str) -> None:
+        """Restore, or say why not: a server without its old conversation is better than none."""
+        if not self._folder.holds(name):
+            self._terminal.log(f"nothing to restore: there is no {name!r} yet")
+            return
+        try:
+            await self._run_session("restore", name)
+        except ChildError as error:
+            self._restore_refused = True
+            self._terminal.log(f"{name!r} was not restored: {error}")
+        if self.child.state != "ready":
+            await self.child.load()
+
+    async def close(self) -> None:
+        """Stop the running answer, save if asked, end the child; any number of calls do it once."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await self._closing
+
+    async def _close(self) -> None:
+        name = self._options.save_at_exit
+        if name and name == self._options.restore_at_start and self._restore_refused:
+            # The file that could not be used this time may be worth more than what was talked about since.
+            name = f"{name}.new"
+        save = (name, self._folder.path_of(name)) if name else None
+        try:
+            async with asyncio.timeout(EXIT_GRACE_S):
+                done = await self.child.close(save)
+            if done:
+                self._say_done("save", name, done)
+        except TimeoutError:
+            self.child.kill()
+            self._terminal.log(f"the engine was not done after {EXIT_GRACE_S:g} s and was ended")
+        except ChildError as error:
+            self._terminal.log(f"not saved at exit: {error}")
+
+    def _say_done(self, action: str, name: str, done: SessionDone) -> None:
+        size_mib, seconds = done.size_bytes / (1 << 20), done.ms / 1000
+        self._terminal.log(f"{action} {name!r}: {done.n_tokens} tokens, {size_mib:.1f} MiB in {seconds:.2f} s")
+
+    # What answers at once, whatever the child does.
+
+    async def page(self, request: Request) -> Response:
+        return Response(webpage.PAGE, media_type="text/html", headers=webpage.HEADERS)
+
+    async def health(self, request: Request) -> Response:
+        if self._closing:
+            return Json({"status": "ending"}, 503)
+        if not self._ready or self.child.state == "loading":
+            body = {"status": "loading model", "error": _too_early("the model is loading").body["error"]}
+            return Json(body, 503, {"Retry-After": str(RETRY_AFTER_S)})
+        return Json({"status": "ok", "model": self.child.state, "busy": self.child.busy})
+
+    async def models(self, request: Request) -> Response:
+        return Json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["model"] != self._options.model_id:
+            raise ApiError(404, f"there is no such model; this server has {self._options.model_id!r}")
+        return Json(self._model())
+
+    def _model(self) -> dict:
+        head = {"id": self._options.model_id, "object": "model", "created": self._begun, "owned_by": "strata"}
+        return {**head, "meta": {"n_ctx": self.child.n_ctx, "n_vocab": self._tokenizer and self._tokenizer.n_vocab}}
+
+    async def props(self, request: Request) -> Response:
+        tokenizer = self._ready_tokenizer()
+        marks = {
+            name: "" if token_id is None else tokenizer.decode([token_id])
+            for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
+        }
+        settings = {"id": 0, "n_ctx": self.child.n_ctx, "params": {"temperature": 0.0, "n_predict": -1}}
+        return Json(
+            {
+                "default_generation_settings": settings,
+                "total_slots": 1,
+                "model_path": self._options.model_id,
+                "chat_template": tokenizer.chat_template or "",
+                "modalities": {"vision": False, "audio": False},
+                **marks,
+                "build_info": f"strata {self.child.info.get('engine', '')}".strip(),
+                "engine": self.child.info,
+            }
+        )
+
+    async def slots(self, request: Request) -> Response:
+        if self.child.n_ctx is None:
+            raise _too_early("the model is loading")
+        slot = {
+            "id": 0,
+            "n_ctx": self.child.n_ctx,
+            "is_processing": self.child.busy,
+            "n_prompt_tokens": self.child.n_held,
+            "n_waiting": self.child.n_waiting,
+            "model": self.child.state,
+            "session": self._progress(),
+        }
+        return Json([slot])
+
+    def _progress(self) -> dict | None:
+        progress = self.child.progress
+        if progress is None:
+            return None
+        names = {"action": progress.action, "filename": progress.filename, "phase": progress.phase}
+        return {**names, "n_done": progress.done_bytes, "n_total": progress.total_bytes}
+
+    async def metrics(self, request: Request) -> Response:
+        lines = []
+        for name, kind, what, value in _metrics(self.child):
+            lines += [f"# HELP {name} {what}", f"# TYPE {name} {kind}", f"{name} {value:.12g}"]
+        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    # Saved sessions.
+
+    async def sessions(self, request: Request) -> Response:
+        folder = self._need_folder()
+        info = self.child.info
+        return Json(await asyncio.to_thread(folder.listing, info.get("model_fp"), info.get("config_fp")))
+
+    async def delete_session(self, request: Request) -> Response:
+        folder = self._need_folder()
+        try:
+            name = check_filename(request.path_params["name"])
+            n_bytes = await asyncio.to_thread(folder.delete, name)
+        except NotThere as error:
+            raise ApiError(404, str(error)) from error
+        except NameRefused as error:
+            raise ApiError(400, str(error)) from error
+        except OSError as error:
+            raise ApiError(500, f"{name!r} cannot be removed: {error.strerror}") from error
+        return Json({"filename": name, "n_deleted": n_bytes})
+
+    async def slot_action(self, request: Request) -> Response:
+        actions = [value for key, value in parse_qsl(request.url.query, keep_blank_values=True) if key == "action"]
+        body = {}
+        if actions != ["erase"] or request.headers.get("content-length", "0") != "0":
+            body = await read_object(request, SLOT_BODY_LIMIT_BYTES, unique=True)
+        if actions != ["erase"]:
+            self._need_folder()
+        if request.path_params["slot"] != "0":
+            raise ApiError(400, f"there is no slot {request.path_params['slot'][:40]!r}; this server has slot 0")
+        if len(actions) != 1 or actions[0] not in SLOT_ACTIONS:
+            raise ApiError(400, f"give one action of {', '.join(SLOT_ACTIONS)}, as in /slots/0?action=save")
+        if actions == ["erase"]:
+            return Json({"id_slot": 0, "n_erased": await self.child.erase()})
+        return await self._session_action(actions[0], body.get("filename"))
+
+    async def _session_action(self, action: str, name: object) -> Response:
+        try:
+            name = check_filename(name)
+        except NameRefused as error:
+            raise ApiError(400, str(error)) from error
+        if action == "restore" and not self._folder.holds(name):
+            raise ApiError(404, f"there is no session file {name!r}")
+        done = await self._run_session(action, name)
+        tokens, size = {"save": ("n_saved", "n_written"), "restore": ("n_restored", "n_read")}[action]
+        numbers = {tokens: done.n_tokens, size: done.size_bytes, "timings": {f"{action}_ms": done.ms}}
+        return Json({"id_slot": 0, "filename": name, **numbers})
+
+    async def _run_session(self, action: str, name: str) -> SessionDone:
+        done = await self.child.run_session(action, name, self._folder.path_of(name))
+        self._say_done(action, name, done)
+        return done
+
+    def _need_folder(self) -> SessionFolder:
+        if self._folder is None:
+            raise ApiError(501, "session files are off: start the server with --slot-save-path DIR")
+        return self._folder
+
+    # Loading.
+
+    async def load(self, request: Request) -> Response:
+        await self.child.load()
+        return Json({"status": "loaded", "n_ctx": self.child.n_ctx})
+
+    async def unload(self, request: Request) -> Response:
+        await self.child.unload()
+        return Json({"status": "unloaded"})
+
+    # Text.
+
+    async def tokenize(self, request: Request) -> Response:
+        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
+        text = body.get("content", "")
+        if not isinstance(text, str):
+            raise chatapi.BadField("content", "expected a text")
+        special, bos = body.get("parse_special", True) is True, body.get("add_special", False) is True
+        ids = await self._in_thread(lambda: tokenizer.encode(text, special=special, bos=bos))
+        if body.get("with_pieces") is not True:
+            return Json({"tokens": ids})
+        return Json({"tokens": [{"id": token_id, "piece": tokenizer.decode([token_id])} for token_id in ids]})
+
+    async def detokenize(self, request: Request) -> Response:
+        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
+        ids = chatapi.check_ids("tokens", body.get("tokens", []), tokenizer)
+        return Json({"content": await self._in_thread(lambda: tokenizer.decode(ids))})
+
+    async def apply_template(self, request: Request) -> Response:
+        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
+        return Json({"prompt": await self._in_thread(lambda: chatapi.render_chat(body, tokenizer))})
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, chatapi.read_chat, ChatDialect)
+
+    async def text_completion(self, request: Request) -> Response:
+        return await self._generate(request, chatapi.read_completion, TextDialect)
+
+    async def native_completion(self, request: Request) -> Response:
+        return await self._generate(request, chatapi.read_completion, NativeDialect)
+
+    def _ready_tokenizer(self) -> Tokenizer:
+        """The tokenizer of a server that has come up; later loads of the engine are waited for in the queue."""
+        if not self._ready:
+            raise _too_early("the model is loading")
+        return self._tokenizer
+
+    async def _in_thread(self, work: Callable):
+        """Long texts take seconds, and other requests are to be answered meanwhile."""
+        try:
+            return await asyncio.to_thread(work)
+        except TokenizerError as error:
+            raise ApiError(400, str(error)) from error
+
+    async def _generate(self, request: Request, read: chatapi.ReadBody, make_dialect: type[Dialect]) -> Response:
+        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
+        wanted, order = await self._in_thread(lambda: _to_order(read, body, tokenizer, self.child.n_ctx))
+        dialect, reader = make_dialect(wanted, self._options.model_id), AnswerReader(wanted, tokenizer)
+        generation = self.child.generate(order)
+        if not wanted.stream:
+            async with _stopped_on_hang_up(request.receive, generation):
+                return Json(dialect.whole(await _whole_answer(generation, reader)))
+        try:
+            # What goes wrong at once still gets a status of its own; after that the stream has begun.
+            first = await generation.next_event(KEEP_ALIVE_S)
+        except BaseException:
+            generation.stop()
+            raise
+        return EventStream(_blocks(generation, first, wanted, dialect, reader), generation)
+
+
+def _to_order(read: chatapi.ReadBody, body: dict, tokenizer: Tokenizer, n_ctx: int) -> tuple[GenerationRequest, str]:
+    wanted = read(body, tokenizer, n_ctx)
+    return wanted, wanted.order(tokenizer.end_ids)
+
+
+async def _whole_answer(generation: Generation, reader: AnswerReader) -> chatapi.Answer:
+    while True:
+        event = await generation.next_event()
+        if isinstance(event, Token):
+            _push(event, generation, reader)
+        elif isinstance(event, Done):
+            _finish(event, reader)
+            return reader.answer
+
+
+def _push(event: Token, generation: Generation, reader: AnswerReader) -> list[chatapi.Part]:
+    parts = reader.push(event.id)
+    if reader.stopped:
+        generation.stop()
+    return parts
+
+
+def _finish(done: Done, reader: AnswerReader) -> list[chatapi.Part]:
+    if done.finish == "cancel" and not reader.stopped:
+        raise ApiError(503, "the answer was cancelled: the server is ending")
+    return reader.finish(done)
+
+
+async def _blocks(
+    generation: Generation, event, wanted: GenerationRequest, dialect: Dialect, reader: AnswerReader
+) -> AsyncIterator[bytes]:
+    """The bytes of a stream, from its first event (or None: still waiting) on; errors are the last event of it."""
+    flow = _stream_events(generation, event, wanted, dialect, reader)
+    sent_at = time.monotonic()
+    try:
+        async for block in flow:
+            if block or time.monotonic() - sent_at >= KEEP_ALIVE_S:
+                yield block or b":\n\n"
+                sent_at = time.monotonic()
+    except ChildError as error:
+        yield _event(_api_error(error).body)
+    except ApiError as error:
+        yield _event(error.body)
+
+
+async def _stream_events(
+    generation: Generation, event, wanted: GenerationRequest, dialect: Dialect, reader: AnswerReader
+) -> AsyncIterator[bytes]:
+    """One block for each event of the child, empty where the client gets nothing of it."""
+    n_reused, n_ids, begun = 0, 0, time.monotonic()
+    while True:
+        contents: list[dict] = []
+        if isinstance(event, Resume):
+            n_reused = event.n_reused
+            contents = dialect.first()
+        elif isinstance(event, PromptProgress) and wanted.with_progress:
+            contents = dialect.progress(event, n_reused, 1000 * (time.monotonic() - begun))
+        elif isinstance(event, Token):
+            for part in _push(event, generation, reader):
+                contents.append(dialect.part(part, reader.answer.ids[n_ids:]))
+                n_ids = len(reader.answer.ids)
+        elif isinstance(event, Done):
+            contents = [dialect.part(part, []) for part in _finish(event, reader)] + dialect.last(reader.answer)
+            yield b"".join(map(_event, contents)) + (b"data: [DONE]\n\n" if dialect.ends_with_done else b"")
+            return
+        yield b"".join(map(_event, contents))
+        event = await generation.next_event(KEEP_ALIVE_S)
+
+
+def _metrics(child: EngineChild) -> list[tuple[str, str, str, float]]:
+    """Name, type, help text and value of every metric."""
+    totals, progress = child.totals, child.progress
+    prompt_s, decode_s = totals.prompt_ms / 1000, totals.decode_ms / 1000
+    read_rate = totals.n_prompt_read / prompt_s if prompt_s else 0
+    decode_rate = totals.n_generated / decode_s if decode_s else 0
+    counters = [
+        ("llamacpp:prompt_tokens_total", "Prompt tokens read.", totals.n_prompt_read),
+        ("llamacpp:prompt_seconds_total", "Time spent reading prompts.", prompt_s),
+        ("llamacpp:tokens_predicted_total", "Tokens generated.", totals.n_generated),
+        ("llamacpp:tokens_predicted_seconds_total", "Time spent generating.", decode_s),
+        ("strata:cached_tokens_total", "Prompt tokens that were held already.", totals.n_cached),
+        ("strata:engine_starts_total", "Starts of the engine process.", totals.n_starts),
+        ("strata:sessions_saved_total", "Sessions saved.", totals.n_saved),
+        ("strata:sessions_restored_total", "Sessions restored.", totals.n_restored),
+        ("strata:sessions_failed_total", "Saves and restores refused or failed.", totals.n_session_failed),
+    ]
+    gauges = [
+        ("llamacpp:prompt_tokens_seconds", "Prompt tokens read per second.", read_rate),
+        ("llamacpp:predicted_tokens_seconds", "Tokens generated per second.", decode_rate),
+        ("llamacpp:requests_processing", "Requests that have the turn.", int(child.busy)),
+        ("llamacpp:requests_deferred", "Requests waiting for the turn.", child.n_waiting),
+        ("strata:engine_ready", "Whether the engine process is loaded.", int(child.state == "ready")),
+        ("strata:held_tokens", "Tokens of the live conversation.", child.n_held),
+        ("strata:session_running", "Whether a save or restore runs.", int(progress is not None)),
+        ("strata:session_done_bytes", "Bytes done of it.", progress.done_bytes if progress else 0),
+        ("strata:session_total_bytes", "Bytes of it in all.", progress.total_bytes if progress else 0),
+    ]
+    rows = [(name, "counter", what, value) for name, what, value in counters]
+    return rows + [(name, "gauge", what, value) for name, what, value in gauges]

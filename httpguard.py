@@ -1,0 +1,187 @@
+"""What is let in: the checks in front of every route, request bodies, and how a refusal is answered.
+
+Owns Host, API key, Content-Type, Origin and CORS, reading bodies, and the JSON of errors. Refuses to know what the
+routes do. Invariant: the checks come in one order, and a refusal is a JSON error that leaves the connection usable.
+
+Read next: ``httpfront.py``, the routes behind this.
+"""
+
+import hmac
+import ipaddress
+import json
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chatapi import ApiError
+
+OPEN_PATHS = ("/", "/health", "/v1/health")
+PATHS_WITHOUT_BODY = ("/load", "/unload")
+LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask: ``host`` is the address listened on; an ``api_key`` of None means everyone on this machine."""
+
+    host: str = "127.0.0.1"
+    api_key: str | None = None
+    trusted_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+
+
+class Guard:
+    """ASGI middleware: Host, API key, Content-Type, Origin, in this order; CORS headers for trusted origins."""
+
+    def __init__(self, app, access: Access):
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope, receive, send) -> None:
+        headers = Headers(scope=scope)
+        cors = self._cors_headers(headers)
+
+        async def send_with_cors(message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(cors)
+            await send(message)
+
+        try:
+            self._check(scope, headers)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_with_cors)
+            return
+        if scope["method"] == "OPTIONS":
+            response = Response(status_code=204, headers={"Allow": "GET, HEAD, POST, DELETE, OPTIONS"})
+            await response(scope, receive, send_with_cors)
+            return
+        await self._app(scope, receive, send_with_cors)
+
+    def _check(self, scope, headers: Headers) -> None:
+        access, method, path = self._access, scope["method"], scope["path"]
+        if access.api_key is None and not _host_allowed(headers.get("host", ""), access):
+            raise ApiError(403, f"this Host is not served: {headers.get('host', '')[:200]!r}; see --allowed-host")
+        if method != "OPTIONS" and path not in OPEN_PATHS and not _key_given(headers, access.api_key):
+            advice = "give the API key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            raise ApiError(401, advice, "authentication_error", headers={"WWW-Authenticate": "Bearer"})
+        if method == "POST" and not _content_type_fits(scope, headers):
+            raise ApiError(415, "send the body with 'Content-Type: application/json'")
+        origin = headers.get("origin")
+        if origin is not None and not _is_own(origin, headers) and origin not in access.trusted_origins:
+            raise ApiError(403, f"requests from {origin[:200]!r} are not served; see --trusted-origin")
+
+    def _cors_headers(self, headers: Headers) -> dict[str, str]:
+        """The same on preflight, answer and stream; none for other origins, and for the own one none are needed."""
+        if not self._access.trusted_origins:
+            return {}
+        origin = headers.get("origin")
+        if origin not in self._access.trusted_origins:
+            return {"Vary": "Origin"}
+        asked = headers.get("access-control-request-headers", "").split(",")
+        allowed = ["Authorization", "Content-Type", "X-API-Key"]
+        allowed += [name.strip() for name in asked if name.strip().title() not in [*map(str.title, allowed), ""]]
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+            "Access-Control-Allow-Headers": ", ".join(allowed),
+            "Access-Control-Max-Age": "600",
+            "Vary": "Origin",
+        }
+
+
+def _host_allowed(host: str, access: Access) -> bool:
+    """Names that only this machine has; a page of another site whose name was bent to this address has its own."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    names = {*LOOPBACK_NAMES, access.host.lower(), *map(str.lower, access.allowed_hosts)}
+    return name in names or host.lower() in names or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _key_given(headers: Headers, key: str | None) -> bool:
+    if key is None:
+        return True
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = [headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""]
+    # Each comparison takes the same time wherever the first difference is.
+    return any([hmac.compare_digest(one.encode(), key.encode()) for one in given])
+
+
+def _content_type_fits(scope, headers: Headers) -> bool:
+    if headers.get("content-type", "").lower().startswith("application/json"):
+        return True
+    if scope["path"] in PATHS_WITHOUT_BODY:
+        return True
+    empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+    return empty and "content-type" not in headers and b"action=erase" in scope["query_string"].split(b"&")
+
+
+def _is_own(origin: str, headers: Headers) -> bool:
+    """Whether a page was loaded from here; a proxy in front may speak TLS, so the scheme says nothing."""
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and host.lower() == headers.get("host", "").lower()
+
+
+# --- Bodies and refusals ---
+
+
+class Json(JSONResponse):
+    """JSON as it is, with whatever cannot be written as UTF-8 replaced."""
+
+    def render(self, content) -> bytes:
+        return json_bytes(content)
+
+
+def json_bytes(content) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def error_response(error: ApiError) -> Response:
+    return Json(error.body, error.status, error.headers)
+
+
+async def read_object(request: Request, limit_bytes: int, *, unique: bool = False) -> dict:
+    """The JSON object in a body; ``unique`` refuses a key that is given twice. Raises ApiError."""
+    too_large = ApiError(413, f"the body is larger than {limit_bytes} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > limit_bytes:
+        raise too_large
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > limit_bytes:
+            raise too_large
+    return parse_object(bytes(raw), unique=unique)
+
+
+def parse_object(raw: bytes, *, unique: bool = False) -> dict:
+    """A JSON object; raises ApiError for anything else, however deep or strange."""
+
+    def pairs_to_dict(pairs: list[tuple[str, object]]) -> dict:
+        values = dict(pairs)
+        if unique and len(values) < len(pairs):
+            raise ValueError("a key is given twice")
+        return values
+
+    def refuse(word: str):
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=pairs_to_dict, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return value

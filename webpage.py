@@ -1,0 +1,2 @@
+PAGE = "<!doctype html>"
+HEADERS = {}
