@@ -155,6 +155,8 @@ def write_session(
 
 
 def _refuse_unwritable(image: Image, sources: Sequence[KvSource] | None) -> None:
+    arrays = [array for record in image.records for array in (record.ids, record.images, *record.state)]
+    assert not any(isinstance(array, Extent) for array in arrays), "an Extent has no bytes that could be written"
     if any(record.stage_parts for record in image.records):
         raise SessionError(
             "invalid", "layer-split", "state that is split over layers of several devices cannot be saved"
