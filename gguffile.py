@@ -1,6 +1,7 @@
 """GGUF files opened through the gguf library: one clear error family, and no wait where a vocabulary is large.
 
-It owns the opening of a model file; it knows no tensor name and no tokenizer. Invariant: what it returns is the
+It owns the opening of a model file and which of its tokens end an answer or start a turn; it knows no tensor name and
+no text. Invariant: what it returns is the
 library's own `GGUFReader`, with the same `contents()` of every field. Read next: model.py for weights, tokenizer.py
 for text.
 """
@@ -14,6 +15,15 @@ from gguf import GGUFReader
 from gguf.constants import GGUFValueType
 
 STRING_LENGTH_BYTES = 8
+
+# A file names one or two of the tokens that end an answer; models of these families emit others as well.
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_NAMES = frozenset(
+    "<|endoftext|> <|end_of_text|> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|>"  # noqa: SIM905
+    " <end_of_turn> <end_of_utterance> <EOT>".split()
+)
+# The token that a chat template writes first in every turn.
+TURN_STARTS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
 
 
 class GgufError(Exception):
@@ -31,6 +41,26 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFReader:
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         # The library has no error of its own: a file that is cut or none of its kind fails in its unpacking.
         raise GgufError(f"{path}: not a whole GGUF file: {error}") from error
+
+
+def tokenizer_metadata(fields) -> dict[str, object]:
+    """What a file says of its tokenizer; keys without their `tokenizer.` prefix."""
+    prefix = "tokenizer."
+    return {key.removeprefix(prefix): field.contents() for key, field in fields.items() if key.startswith(prefix)}
+
+
+def end_token_ids(metadata: dict[str, object]) -> frozenset[int]:
+    """The tokens that end an answer; ids outside the vocabulary are left out."""
+    tokens = metadata.get("ggml.tokens") or []
+    named = {token_id for token_id, token in enumerate(tokens) if token in END_NAMES}
+    keyed = {metadata.get(f"ggml.{key}") for key in END_KEYS}
+    return frozenset(named | {i for i in keyed if isinstance(i, int) and 0 <= i < len(tokens)})
+
+
+def turn_start_id(metadata: dict[str, object]) -> int | None:
+    """The token that starts a turn, where the file has one of those known."""
+    tokens = metadata.get("ggml.tokens") or []
+    return next((tokens.index(name) for name in TURN_STARTS if name in tokens), None)
 
 
 class _Reader(GGUFReader):

@@ -39,8 +39,9 @@ class Window:
 class Model:
     """Weights and backend; holds no conversation."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops):
-        self.config, self.weights, self.ops = config, weights, ops
+    def __init__(self, config: ModelConfig, weights: Weights, ops, directions: np.ndarray | None = None):
+        """`directions` float32 [layers, N] is a control vector: a row is added to every stream behind its layer."""
+        self.config, self.weights, self.ops, self.directions = config, weights, ops, directions
         half = np.arange(config.n_rot // 2)
         self.rope = config.rope_base ** (-half / len(half)) / config.rope_factor
         if weights.rope_factors is not None:
@@ -138,6 +139,8 @@ class Model:
             self._write(layer.before_mixer, residual, inject, mixed)
             x, inject = self._read(layer.before_ffn, residual)
             self._write(layer.before_ffn, residual, inject, self._feed_forward(layer.ffn, x))
+            if self.directions is not None:
+                residual += self.directions[number]
         window.residual = residual
 
     def _embed(self, ids: np.ndarray) -> np.ndarray:

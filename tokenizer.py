@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from gguffile import GgufError, open_gguf
+from gguffile import GgufError, end_token_ids, open_gguf, tokenizer_metadata
 
 # How a text is cut into words before byte pairs are merged, by the names that converters write into tokenizer.ggml.pre.
 # A model was trained with one of these; another one gives other ids for the same text.
@@ -54,13 +54,6 @@ LLAMA3_FAMILIES = frozenset(
 # Token types of the GGUF specification. Normal tokens are spelled in the byte alphabet, the others in plain text.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
-# A file names one or two of the tokens that end an answer; models of these families emit others as well.
-END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-END_NAMES = frozenset(
-    "<|endoftext|> <|end_of_text|> <|im_end|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|>"  # noqa: SIM905
-    " <end_of_turn> <end_of_utterance> <EOT>".split()
-)
-
 
 class TokenizerError(Exception):
     """A tokenizer, a text, an id or a chat template that cannot be used; one line."""
@@ -90,8 +83,7 @@ class Tokenizer:
         self.chat_template: str | None = metadata.get("chat_template")
         self.bos_id, self.eos_id = (self._known_id(metadata, key) for key in ("bos_token_id", "eos_token_id"))
         self.add_bos = bool(metadata.get("ggml.add_bos_token", pre in LLAMA3_FAMILIES)) and self.bos_id is not None
-        named = {token_id for token_id, token in enumerate(self._tokens) if token in END_NAMES}
-        self.end_ids = frozenset(named | {self._known_id(metadata, key) for key in END_KEYS} - {None})
+        self.end_ids = end_token_ids(metadata)
         self._control = frozenset(i for i, kind in enumerate(self._types) if kind in (UNKNOWN, CONTROL))
         self._missing = frozenset(BYTE_OF[char] for char in BYTE_OF.keys() - set(self._tokens))
         self._plain, self._marked = self._library_pair(metadata.get("ggml.merges") or [], pre)
@@ -103,10 +95,7 @@ class Tokenizer:
             fields = open_gguf(path).fields
         except GgufError as error:
             raise TokenizerError(str(error)) from error
-        prefix = "tokenizer."
-        metadata = {
-            key.removeprefix(prefix): field.contents() for key, field in fields.items() if key.startswith(prefix)
-        }
+        metadata = tokenizer_metadata(fields)
         kind = metadata.get("ggml.model", "none")
         if kind == "none" or "ggml.tokens" not in metadata:
             raise TokenizerError(f"{path}: no tokenizer in this file; token ids work without one, text does not")

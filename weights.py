@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 import kvcache
-from gguffile import GgufError, open_gguf
+from gguffile import GgufError, end_token_ids, open_gguf, tokenizer_metadata, turn_start_id
 
 RECURRENT = {"qwen3next", "qwen35", "qwen35moe", "qwen4exp"}  # gated attention among gated delta nets
 PAIRED_ROPE = {"llama"}  # rotates (2i, 2i + 1); the others rotate (i, i + n_rot / 2)
@@ -135,7 +135,7 @@ class _Keys:
             return default
         value = entry.contents()
         wanted = (int, float) if kind is float else kind
-        if isinstance(value, bool) and kind is not bool or not isinstance(value, wanted):
+        if (isinstance(value, bool) and kind is not bool) or not isinstance(value, wanted):
             raise ModelError(f"{self.path}: {key} is {str(value)[:40]!r}, expected {kind.__name__}")
         return kind(value)
 
@@ -457,6 +457,16 @@ class Draft:
     final: PlainResidual | HyperConnection
 
 
+class ModelFile(NamedTuple):
+    """A loaded model: hyper-parameters, weights, the files they came from, and the tokens that steer a conversation."""
+
+    config: ModelConfig
+    weights: "Weights"
+    paths: list[str]
+    end_ids: frozenset[int]
+    turn_start_id: int | None
+
+
 @dataclass
 class Weights:
     """All of a model."""
@@ -473,8 +483,8 @@ class Weights:
 # --- files to weights ---------------------------------------------------------------------------------------------
 
 
-def load_model(path, backend, log) -> tuple[ModelConfig, Weights, list[str]]:
-    """Hyper-parameters, packed weights, and the paths of all parts of a (possibly split) file.
+def load_model(path, backend, log) -> ModelFile:
+    """Load a GGUF file, or all parts of a split one whose first is named.
 
     `backend` is a kernels module (its pack kinds are named like ggml's types); `log` gets one line a note.
     """
@@ -490,7 +500,8 @@ def load_model(path, backend, log) -> tuple[ModelConfig, Weights, list[str]]:
     except (ValueError, IndexError, NotImplementedError) as error:
         raise ModelError(f"{path}: its tensors cannot be read: {error}") from error
     loader.report()
-    return config, weights, paths
+    metadata = tokenizer_metadata(readers[0].fields)
+    return ModelFile(config, weights, paths, end_token_ids(metadata), turn_start_id(metadata))
 
 
 def _open_parts(path):

@@ -1,0 +1,101 @@
+"""A cache as the image of a session file, and back.
+
+It owns what a save puts into an image and the checks of an image against a running cache; it knows no disk and no
+model. Invariant: an image that `validate` accepts fits the cache in every size, so filling it cannot fail for any reason
+that lies in the file. Read next: engine.py for the order of events, sessionlayout.py for the records.
+"""
+
+import numpy as np
+
+from kvcache import Cache, CacheShape, Snapshot
+from promptcache import Checkpoint
+from sessionlayout import STATE_ARRAYS, Image, KvHeader, Limits, SessionError
+from sessionlayout import Checkpoint as Record
+
+
+def _record(ids: np.ndarray, arrays, used: int) -> Record:
+    return Record(ids, [], *(array.view(np.uint8) for array in arrays), used=used)
+
+
+def image_of(cache: Cache, n_layers: int, cvec: bool, used: int, checkpoint: Checkpoint | None) -> Image:
+    """The live state (not copied) and at most one checkpoint; K/V comes from the cache's windows."""
+    kept = [_record(checkpoint.snapshot.ids, checkpoint.snapshot[1:], checkpoint.used)] if checkpoint else []
+    return Image(cache.shape.geometry, 0, n_layers, cvec, _record(cache.ids, cache.state.arrays, used), kept)
+
+
+def limits_of(cache: Cache, max_tokens: int, max_checkpoints: int, n_layers: int) -> Limits:
+    """The largest file that this cache could have written."""
+    windows = cache.windows(max_tokens)
+    return Limits(
+        max_tokens=max_tokens,
+        max_checkpoints=max_checkpoints,
+        max_kv_layers=len(windows),
+        max_state_bytes=cache.shape.state_sizes,
+        max_kv_bytes=[window.part_sizes for window in windows],
+        geometry=cache.shape.geometry,
+        layer_range=(0, n_layers),
+    )
+
+
+def _refuse(reason: str, text: str) -> SessionError:
+    return SessionError("invalid", reason, f"the session does not fit this model: {text}")
+
+
+def validate(image: Image, cache: Cache, max_tokens: int, n_vocab: int) -> None:
+    """Hold an image, read within `limits_of`, against the cache; raises SessionError and changes nothing.
+
+    The order is that of the format: the live tokens, each checkpoint, the live arrays, the layers.
+    """
+    n_tokens = image.live.n_tokens
+    if not 0 < n_tokens <= max_tokens:
+        raise _refuse("count-limit", f"{n_tokens} tokens, expected 1 to {max_tokens}")
+    if image.live.ids.min() < 0 or image.live.ids.max() >= n_vocab:
+        raise _refuse("token-id", f"token ids outside 0 to {n_vocab - 1}")
+    if any(record.n_images for record in image.records):
+        raise _refuse("images", "it holds pictures, and this engine reads text only")
+    for number, checkpoint in enumerate(image.checkpoints):
+        held = checkpoint.ids
+        if not len(held) or len(held) > n_tokens or not np.array_equal(held, image.live.ids[: len(held)]):
+            raise _refuse("checkpoint", f"checkpoint {number} is no start of the live tokens")
+        _check_state(checkpoint, f"checkpoint {number}", cache.shape)
+    _check_state(image.live, "the live state", cache.shape)
+    windows = cache.windows(n_tokens)
+    if len(image.kv) != len(windows):
+        raise _refuse("layer-count", f"{len(image.kv)} K/V layers, expected {len(windows)} (layer count)")
+    for index, (layer, window) in enumerate(zip(image.kv, windows, strict=True)):
+        if layer.header != KvHeader(*window.header):
+            raise _refuse("kv-header", f"K/V layer {index} is {tuple(layer.header)}, expected {window.header}")
+        if tuple(layer.part_sizes) != window.part_sizes:
+            raise _refuse("part-size", f"part sizes {layer.part_sizes} of layer {index}, expected {window.part_sizes}")
+
+
+def _check_state(record: Record, name: str, shape: CacheShape) -> None:
+    for array, data, expected in zip(STATE_ARRAYS, record.state, shape.state_sizes, strict=True):
+        if data.size != expected:
+            raise _refuse("state-size", f"{array} of {name} has {data.size} bytes, expected {expected}")
+
+
+class StateSink:
+    """The five arrays of one record as room for what a restore reads."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self._bytes = [array.view(np.uint8) for array in arrays]
+        self.part_sizes = tuple(len(part) for part in self._bytes)
+
+    def write(self, part: int, offset: int, data: np.ndarray) -> None:
+        self._bytes[part][offset : offset + len(data)] = data
+
+    def snapshot(self, ids: np.ndarray) -> Snapshot:
+        """The filled arrays as the state of a prefix."""
+        return Snapshot(np.array(ids, np.int32), *self.arrays)
+
+
+def live_sink(cache: Cache) -> StateSink:
+    """Room in the running state itself."""
+    return StateSink(cache.state.arrays)
+
+
+def checkpoint_sink(cache: Cache) -> StateSink:
+    """Room of its own; raises MemoryError where there is none."""
+    return StateSink([np.empty_like(array) for array in cache.state.arrays])
