@@ -1,0 +1,743 @@
+"""Each kernel against its plain float64 form; and that neither tiling nor threads change a bit.
+
+Owns: the evidence for kernels_cpu.py, operation by operation. Refuses to know: layers, files, whole models. Invariant: a
+plain form stands beside its test or comes from reference.py, and shares nothing with the kernel. Read next:
+test_model.py.
+"""
+
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+
+import kernels_cpu as ops
+import reference
+from gguffile import open_gguf
+from kvcache import FORMATS, head_bytes, scale_bytes
+
+DATA = Path(__file__).parent / "data" / "model"
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+FLOATS = KINDS[:3]
+# Where a block's bytes hold float16: random bytes there would be infinite or no number.
+HALVES_AT = {"Q8_0": (34, [0]), "Q4_0": (18, [0]), "Q4_1": (20, [0, 2]), "Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]),
+             "Q6_K": (210, [208])}  # fmt: skip
+EPS = np.float32(1e-6)
+ROUNDING = 2.0**-24  # relative error of one float32 operation
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Run the test on one thread and, where the machine has them, on two."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(min(request.param, numba.config.NUMBA_NUM_THREADS))
+    yield request.param
+    numba.set_num_threads(before)
+
+
+def rng_for(*key) -> np.random.Generator:
+    return np.random.default_rng([sum(str(part).encode()) for part in key])
+
+
+def normal(rng, *shape) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def random_raw(rng, kind: str, matrices: int, rows: int, columns: int) -> np.ndarray:
+    """Matrices as they stand in a file: floats, or blocks of random bits with finite scales."""
+    values = normal(rng, matrices, rows, columns)
+    if kind == "F32":
+        return values
+    if kind == "F16":
+        return values.astype(np.float16)
+    if kind == "BF16":
+        return (values.view(np.uint32) >> 16).astype(np.uint16)
+    size, at = HALVES_AT[kind]
+    blocks = rng.integers(0, 256, (matrices, rows, columns // ops.BLOCK_COLUMNS[getattr(ops, kind)], size), np.uint8)
+    for first in at:
+        scales = (rng.standard_normal((*blocks.shape[:3], 1)) * 0.1).astype(np.float16)
+        blocks[..., first : first + 2] = scales.view(np.uint8).reshape(*blocks.shape[:3], 2)
+    return blocks.reshape(matrices, rows, -1)
+
+
+def plain(kind: str, raw: np.ndarray) -> np.ndarray:
+    """The same matrices in float32, by the gguf library."""
+    matrices = raw.reshape(-1, raw.shape[-1])
+    stored = matrices.view(np.uint8) if kind == "BF16" else matrices
+    return dequantize(stored, GGMLQuantizationType[kind]).astype(np.float32).reshape(*raw.shape[:2], -1)
+
+
+def packed(kind: str, raw: np.ndarray, columns: int) -> ops.Pack:
+    return ops.pack(getattr(ops, kind), raw, columns)
+
+
+def all_rows(weights: ops.Pack, ids=None) -> np.ndarray:
+    ids = np.arange(weights.n_rows) if ids is None else ids
+    out = np.full((len(ids), weights.n_cols), np.nan, np.float32)
+    ops.gather_rows(weights, ids, out)
+    return out
+
+
+# --- packs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_pack_are_exactly_those_of_the_file(kind):
+    for tensor in open_gguf(DATA / "types.gguf").tensors:
+        if tensor.tensor_type.name == kind:
+            raw = tensor.data.view(np.uint16) if kind == "BF16" else tensor.data
+            weights = packed(kind, np.asarray(raw)[None], 512)
+            np.testing.assert_array_equal(all_rows(weights), dequantize(tensor.data, tensor.tensor_type))
+            return
+    pytest.fail(f"types.gguf holds no {kind}")
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_blocks_are_exact_at_any_number_of_rows(kind, rows):
+    raw = random_raw(rng_for(kind, rows), kind, 1, rows, 512)
+    np.testing.assert_array_equal(all_rows(packed(kind, raw, 512)), plain(kind, raw)[0])
+
+
+@pytest.mark.parametrize("columns", [4, 28, 36, 100])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_floats_may_have_any_width_of_whole_quads(kind, columns):
+    raw = random_raw(rng_for(kind, columns), kind, 1, 17, columns)
+    np.testing.assert_array_equal(all_rows(packed(kind, raw, columns)), plain(kind, raw)[0])
+
+
+def test_gathered_rows_come_in_the_order_asked_for():
+    raw = random_raw(rng_for("gather"), "Q5_K", 1, 40, 256)
+    ids = np.array([39, 0, 17, 17, 16], np.int32)
+    np.testing.assert_array_equal(all_rows(packed("Q5_K", raw, 256), ids), plain("Q5_K", raw)[0][ids])
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("F32", 30), ("F16", 2), ("Q8_0", 48), ("Q4_K", 128), ("Q6_K", 288)])
+def test_a_width_that_cannot_be_cut_into_blocks_is_refused(kind, columns):
+    with pytest.raises(ValueError, match=f"width of {columns} cannot"):
+        ops.pack(getattr(ops, kind), np.zeros((1, 4, 64), np.uint8), columns)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_is_no_larger_than_its_file_but_for_the_scales_of_k_types(kind):
+    raw = random_raw(rng_for(kind), kind, 2, 32, 512)
+    weights = packed(kind, raw, 512)
+    assert weights.data.nbytes == 2 * 2 * weights.group_bytes
+    # Q4_K and Q5_K keep their 6-bit scales and minima in whole bytes.
+    extra = {"Q4_K": 4, "Q5_K": 4}.get(kind, 0)
+    assert weights.data.nbytes == raw.nbytes + 2 * 32 * 2 * extra
+
+
+# --- matrix products ----------------------------------------------------------------------------------------------
+
+
+def product_bound(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Largest float32 error of x times weights.T: 8 fused steps, 2 sums, and one sum a block of 32 columns."""
+    steps = 10 + -(-x.shape[1] // 32)
+    return steps * ROUNDING * (np.abs(x.astype(np.float64)) @ np.abs(weights.astype(np.float64)).T) + 1e-30
+
+
+def matmul(weights: ops.Pack, x: np.ndarray) -> np.ndarray:
+    out = np.full((len(x), weights.n_rows), np.nan, np.float32)
+    ops.matmul(weights, x, out)
+    return out
+
+
+PRODUCTS = [(kind, 17, 512) for kind in KINDS] + [("F32", 5, 36), ("F16", 40, 100), ("BF16", 16, 4), ("Q8_0", 33, 96)]
+
+
+@pytest.mark.parametrize(("kind", "rows", "columns"), PRODUCTS)
+def test_product_is_right_and_the_same_for_any_number_of_tokens(kind, rows, columns, threads):
+    rng = rng_for(kind, rows, columns)
+    raw, x = random_raw(rng, kind, 1, rows, columns), normal(rng, 65, columns)
+    weights, exact = packed(kind, raw, columns), plain(kind, raw)[0]
+    whole = matmul(weights, x)
+    error = np.abs(whole - x.astype(np.float64) @ exact.astype(np.float64).T)
+    assert (error <= product_bound(x, exact)).all()
+    for n_tokens in (1, 3, 4, 5, 64):
+        np.testing.assert_array_equal(matmul(weights, x[:n_tokens]), whole[:n_tokens])
+        np.testing.assert_array_equal(matmul(weights, x[65 - n_tokens :]), whole[65 - n_tokens :])
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_K", "Q8_0"])
+def test_product_does_not_depend_on_threads(kind):
+    rng = rng_for(kind, "threads")
+    raw, x = random_raw(rng, kind, 1, 130, 512), normal(rng, 67, 512)
+    weights, before, results = packed(kind, raw, 512), numba.get_num_threads(), []
+    try:
+        for n_threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
+            numba.set_num_threads(n_threads)
+            results.append(matmul(weights, x))
+    finally:
+        numba.set_num_threads(before)
+    for other in results[1:]:
+        np.testing.assert_array_equal(other, results[0])
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 1, 70, 0], [0, 0, 0, 0, 4], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+@pytest.mark.parametrize(("kind", "rows", "columns"), [("F16", 20, 36), ("Q4_0", 17, 64), ("Q6_K", 5, 256)])
+def test_each_expert_multiplies_its_own_rows(kind, rows, columns, counts, threads):
+    rng = rng_for(kind, counts)
+    raw, x = random_raw(rng, kind, 5, rows, columns), normal(rng, sum(counts), columns)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    out = np.full((len(x), rows), np.nan, np.float32)
+    ops.expert_matmul(packed(kind, raw, columns), x, offsets, out)
+    for expert in range(5):
+        part = slice(offsets[expert], offsets[expert + 1])
+        np.testing.assert_array_equal(out[part], matmul(packed(kind, raw[expert : expert + 1], columns), x[part]))
+
+
+# --- rows and heads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [16, 20, 35, 128])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_rms_norm(width, streams, threads):
+    rng = rng_for(width, streams)
+    x, weight = normal(rng, 3 * streams, width) * 7, normal(rng, streams, width)
+    out = np.empty_like(x)
+    ops.rms_norm(x, weight, EPS, out)
+    expected = reference.rms(x.astype(np.float64), np.tile(weight, (3, 1)), EPS)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    alone = np.empty_like(x[:1])
+    ops.rms_norm(x[streams : streams + 1], weight[:1], EPS, alone)
+    np.testing.assert_array_equal(alone[0], out[streams])
+
+
+def test_rms_norm_of_zeros_is_zero():
+    out = np.ones((1, 32), np.float32)
+    ops.rms_norm(np.zeros((1, 32), np.float32), np.ones((1, 32), np.float32), EPS, out)
+    assert not out.any()
+
+
+def test_gates_of_feed_forward_and_attention(threads):
+    gate, up = normal(rng_for("gates"), 2, 3, 48) * 5
+    wide, sigmoid = gate.astype(np.float64), reference.sigmoid(gate.astype(np.float64))
+    out = np.empty_like(gate)
+    ops.silu_mul(gate, up, out)
+    np.testing.assert_allclose(out, wide * sigmoid * up, rtol=1e-6)
+    in_place = gate.copy()
+    ops.silu_mul(in_place, up, in_place)
+    np.testing.assert_array_equal(in_place, out)
+    gated = up.copy()
+    ops.sigmoid_mul(gate, gated)
+    np.testing.assert_allclose(gated, up * sigmoid, rtol=1e-6)
+    scaled = gate.copy()
+    ops.silu_scaled(scaled, np.float32(0.25))
+    np.testing.assert_allclose(scaled, reference.silu(wide * 0.25), rtol=1e-6)
+
+
+def test_rows_are_added_plain_and_gated():
+    rng = rng_for("add")
+    x, y, scale = normal(rng, 3, 20), normal(rng, 3, 20), normal(rng, 3, 1)
+    plain_sum, gated = x.copy(), x.copy()
+    ops.add_rows(plain_sum, y)
+    np.testing.assert_array_equal(plain_sum, x + y)
+    ops.add_scaled_rows(gated, scale, y)
+    np.testing.assert_allclose(gated, x + reference.sigmoid(scale.astype(np.float64)) * y, rtol=1e-6, atol=1e-6)
+
+
+def rope_tables(positions, half: int, base: float):
+    cos, sin = np.empty((2, len(positions), half), np.float32)
+    ops.rope_table(np.asarray(positions, np.int64), base ** (-np.arange(half) / half), cos, sin)
+    return cos, sin
+
+
+def test_rotary_tables_hold_at_the_end_of_a_long_context():
+    positions = np.array([0, 1, 4095, 262_143, (1 << 31) - 1])
+    cos, sin = rope_tables(positions, 32, 1e7)
+    angle = positions[:, None] * 1e7 ** (-np.arange(32) / 32)
+    np.testing.assert_allclose(cos, np.cos(angle), atol=6e-8)
+    np.testing.assert_allclose(sin, np.sin(angle), atol=6e-8)
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("rotated", [8, 16, 48])
+def test_norm_and_rotation_of_heads(paired, rotated):
+    rng = rng_for(paired, rotated)
+    x, weight, positions = normal(rng, 5, 3, 48), normal(rng, 1, 48), np.array([0, 1, 2, 1000, 262_143])
+    half = rotated // 2
+    tables = rope_tables(positions, half, 1e6)
+    first, second = (np.arange(half) * 2, np.arange(half) * 2 + 1) if paired else (np.arange(half), np.arange(half) + half)
+    turn = np.exp(1j * positions[:, None, None] * 1e6 ** (-np.arange(half) / half))
+    none = np.empty((0, 48), np.float32)
+    for norm in (weight, none):
+        out = x.copy()
+        ops.norm_rope_heads(out, norm, EPS, *tables, paired)
+        expected = reference.rms(x.astype(np.float64), norm[0], EPS) if len(norm) else x.astype(np.float64)
+        turned = (expected[..., first] + 1j * expected[..., second]) * turn
+        expected[..., first], expected[..., second] = turned.real, turned.imag
+        np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("width", [32, 64, 256])
+def test_hadamard_is_orthonormal_and_its_own_inverse(width):
+    x = normal(rng_for(width), 3, 2, width)
+    once = x.copy()
+    ops.hadamard_heads(once)
+    np.testing.assert_allclose(once, x.astype(np.float64) @ reference.hadamard(width), rtol=0, atol=2e-6)
+    ops.hadamard_heads(once)
+    np.testing.assert_allclose(once, x, rtol=0, atol=2e-6)
+
+
+# --- K/V cells ----------------------------------------------------------------------------------------------------
+
+STORAGES = {"fp16": ops.CELL_F16, "int8": ops.CELL_INT8, "q4_0": ops.CELL_Q4_0, "exact": ops.CELL_F32}
+
+
+class Cells:
+    """One pool of K or V, and what a reader of its bytes finds in it, by NumPy and the gguf library."""
+
+    def __init__(self, storage: int, n_cells: int, heads: int, width: int):
+        pages = -(-n_cells // ops.PAGE)
+        self.storage, self.width = storage, width
+        self.codes = np.zeros((pages, heads, ops.PAGE, head_bytes(storage, width)), np.uint8)
+        self.scales = np.zeros((pages, heads, ops.PAGE, scale_bytes(storage, width)), np.uint8)
+
+    def append(self, x: np.ndarray, first: int = 0) -> "Cells":
+        ops.append_cells(self.storage, x, first, self.codes, self.scales)
+        return self
+
+    def values(self) -> np.ndarray:
+        """float32 [cells, heads, D]."""
+        codes = self.codes.reshape(-1, self.codes.shape[-1])
+        if self.storage == ops.CELL_F16:
+            flat = codes.view(np.float16).astype(np.float32)
+        elif self.storage == ops.CELL_F32:
+            flat = codes.view(np.float32)
+        elif self.storage == ops.CELL_INT8:
+            scales = self.scales.reshape(len(codes), -1).view(np.float16).astype(np.float32)
+            flat = codes.view(np.int8) * np.repeat(scales, ops.SCALE_GROUP, axis=1)
+        else:
+            flat = dequantize(codes, GGMLQuantizationType.Q4_0)
+        pages, heads = self.codes.shape[:2]
+        return flat.reshape(pages, heads, ops.PAGE, self.width).swapaxes(1, 2).reshape(-1, heads, self.width)
+
+
+def awkward(rng, n_cells: int, heads: int, width: int) -> np.ndarray:
+    """K or V of many sizes, with zeros, ties between a largest and a smallest value, and tiny groups."""
+    x = normal(rng, n_cells, heads, width) * (10.0 ** rng.integers(-8, 3, (n_cells, heads, 1))).astype(np.float32)
+    x[0] = 0
+    x[1, :, :2] = [3, -3]
+    x[2, :, 0], x[2, :, 1:] = 0.5, np.float32(0.25)
+    return x
+
+
+def as_stored(x: np.ndarray, name: str) -> np.ndarray:
+    """`x` as the reference rounds it, without the rotation, which is another kernel's."""
+    if name == "exact":
+        return x
+    if name == "q4_0":
+        return reference.round_q4_0(x.reshape(-1, 32)).reshape(x.shape)
+    return reference.round_kv(x, name)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", STORAGES)
+def test_cells_read_back_exactly_as_the_format_rounds_them(name, width):
+    x = awkward(rng_for(name, width), 11, 2, width)
+    cells = Cells(STORAGES[name], 14, 2, width).append(x, 3)
+    values = cells.values()
+    np.testing.assert_array_equal(values[3:14], as_stored(x, name))
+    assert not values[:3].any()
+    assert not values[14:].any()
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_cells_may_be_appended_in_any_pieces_and_over_older_ones(name):
+    rng = rng_for(name, "pieces")
+    x, older = awkward(rng, 13, 2, 64), awkward(rng, 13, 2, 64)
+    whole = Cells(STORAGES[name], 13, 2, 64).append(x)
+    pieces = Cells(STORAGES[name], 13, 2, 64).append(older)
+    for first, last in ((0, 1), (1, 6), (6, 8), (8, 13)):
+        pieces.append(x[first:last], first)
+    np.testing.assert_array_equal(pieces.codes, whole.codes)
+    np.testing.assert_array_equal(pieces.scales, whole.scales)
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_attention_over_one_cell_is_its_value_to_the_bit(name):
+    rng = rng_for(name, "single")
+    x, q = awkward(rng, 8, 3, 64), normal(rng, 1, 6, 64)
+    for cell in x:
+        pool, out = Cells(STORAGES[name], 4, 3, 64).append(cell[None]), np.empty_like(q)
+        ops.attention(pool.storage, pool.storage, pool.codes, pool.scales, pool.codes, pool.scales, q, 0, np.float32(1), out)
+        np.testing.assert_array_equal(out[0], np.repeat(pool.values()[0], 2, axis=0))
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+GROUPS = [(2, 1), (2, 3), (1, 8)]  # kv heads, query heads a kv head
+WIDTH = 64
+SCALE = np.float32(WIDTH**-0.5)
+# Score errors of a few 1e-7 times |score| pass through the exponential into weights that sum to 1.
+ATTENTION_ERROR = 3e-6
+
+
+class Attended:
+    """Random K and V of `n_cells` cells in one format, and queries of every cell."""
+
+    def __init__(self, name: str, n_cells: int, n_kv: int, group: int):
+        rng = rng_for(name, n_cells, n_kv, group)
+        storages = (ops.CELL_F32, ops.CELL_F32) if name == "exact" else FORMATS[name][1:]
+        self.k, self.v = (Cells(s, n_cells, n_kv, WIDTH).append(normal(rng, n_cells, n_kv, WIDTH)) for s in storages)
+        self.q = normal(rng, n_cells, n_kv * group, WIDTH) * 2
+        self.group = group
+        self.pools = (*storages, self.k.codes, self.k.scales, self.v.codes, self.v.scales)
+
+    def dense(self, first: int, last: int) -> np.ndarray:
+        """The kernel's result for the tokens first..last-1 in one call."""
+        out = np.full_like(self.q[first:last], np.nan)
+        ops.attention(*self.pools, self.q[first:last], first, SCALE, out)
+        return out
+
+    def selected(self, first: int, last: int, pages: list[np.ndarray]) -> np.ndarray:
+        blocks, counts = np.full((last - first, max(map(len, pages))), 9999, np.int32), np.empty(last - first, np.int64)
+        for t, chosen in enumerate(pages):
+            blocks[t, : len(chosen)], counts[t] = chosen, len(chosen)
+        out = np.full_like(self.q[first:last], np.nan)
+        ops.attention_selected(*self.pools, self.q[first:last], first, SCALE, blocks, counts, out)
+        return out
+
+    def plain(self, token: int, cells: np.ndarray) -> np.ndarray:
+        """One token's attention over `cells` in float64."""
+        keys, values = (np.repeat(pool.values()[cells].astype(np.float64), self.group, axis=1) for pool in (self.k, self.v))
+        scores = np.einsum("hd,chd->hc", self.q[token].astype(np.float64), keys) * SCALE
+        return np.einsum("hc,chd->hd", reference.softmax(scores), values)
+
+
+@pytest.mark.parametrize("n_cells", [1, 3, 4, 5, 255, 256, 257, 1025])
+@pytest.mark.parametrize(("n_kv", "group"), GROUPS)
+def test_dense_attention(n_kv, group, n_cells, threads):
+    case = Attended("exact", n_cells, n_kv, group)
+    first = max(0, n_cells - 9)
+    together = case.dense(first, n_cells)
+    for token in range(first, n_cells):
+        expected = case.plain(token, np.arange(token + 1))
+        np.testing.assert_allclose(together[token - first], expected, rtol=0, atol=ATTENTION_ERROR)
+        np.testing.assert_array_equal(case.dense(token, token + 1)[0], together[token - first])
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "exact"])
+def test_attention_reads_every_format(name):
+    case = Attended(name, 70, 2, 3)
+    together = case.dense(0, 70)
+    for token in range(70):
+        expected = case.plain(token, np.arange(token + 1))
+        np.testing.assert_allclose(together[token], expected, rtol=0, atol=ATTENTION_ERROR)
+        np.testing.assert_array_equal(case.dense(token, token + 1)[0], together[token])
+
+
+@pytest.mark.parametrize("name", ["fp16", "k8v4"])
+def test_attention_is_the_same_bits_however_a_prompt_is_cut(name, threads):
+    case = Attended(name, 530, 2, 3)
+    whole = case.dense(230, 530)
+    for size in (1, 3, 7, 8, 9, 16, 33):
+        parts = [case.dense(first, min(first + size, 530)) for first in range(230, 530, size)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@pytest.mark.parametrize("n_cells", [1, 3, 4, 5, 255, 256, 257, 1025])
+@pytest.mark.parametrize(("n_kv", "group"), GROUPS)
+def test_attention_over_chosen_pages(n_kv, group, n_cells, threads):
+    case, rng = Attended("exact", n_cells, n_kv, group), rng_for(n_cells)
+    first = max(0, n_cells - 5)
+    pages = []
+    for token in range(first, n_cells):
+        open_page, complete = (token + 1) // 4, rng.random((token + 1) // 4) < 0.4
+        chosen = np.flatnonzero(complete).tolist() + ([open_page] if (token + 1) % 4 else [])
+        pages.append(np.array(chosen or [0], np.int32))
+    together = case.selected(first, n_cells, pages)
+    for token, chosen in zip(range(first, n_cells), pages, strict=True):
+        cells = (chosen[:, None] * 4 + np.arange(4)).reshape(-1)
+        expected = case.plain(token, cells[cells <= token])
+        np.testing.assert_allclose(together[token - first], expected, rtol=0, atol=ATTENTION_ERROR)
+        np.testing.assert_array_equal(case.selected(token, token + 1, [chosen])[0], together[token - first])
+
+
+@pytest.mark.parametrize("name", ["exact", "int8"])
+def test_choosing_every_page_is_dense_attention_to_the_bit(name):
+    case = Attended(name, 522, 2, 3)
+    pages = [np.arange(token // 4 + 1, dtype=np.int32) for token in range(500, 522)]
+    np.testing.assert_array_equal(case.selected(500, 522, pages), case.dense(500, 522))
+
+
+def test_cells_behind_a_token_are_never_read():
+    case = Attended("exact", 300, 2, 3)
+    before = case.dense(250, 257)
+    case.k.codes[65:], case.v.codes[65:] = 255, 255  # float32 of all ones is not a number
+    case.k.codes[64, :, 1:], case.v.codes[64, :, 1:] = 255, 255
+    np.testing.assert_array_equal(case.dense(250, 257), before)
+    pages = [np.array([3, token // 4], np.int32) for token in range(250, 257)]
+    assert np.isfinite(case.selected(250, 257, pages)).all()
+
+
+def test_large_scores_do_not_overflow():
+    case = Attended("exact", 300, 1, 8)
+    case.q *= 1e4
+    together = case.dense(295, 300)
+    for token in range(295, 300):
+        np.testing.assert_allclose(together[token - 295], case.plain(token, np.arange(token + 1)), rtol=0, atol=2e-3)
+
+
+# --- the block indexer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [16, 32, 128])
+def test_pooled_keys(width):
+    rng, half = rng_for("pool", width), 8
+    raw, weight, frequency = normal(rng, 23, width), normal(rng, 1, width), 1e7 ** (-np.arange(half) / half)
+    tail, dead, pooled = np.zeros((3, width), np.float32), np.zeros(width, np.float32), np.zeros((7, width), np.float32)
+    ops.pool_keys(raw, 0, tail, dead, weight, EPS, frequency, pooled)
+    means = raw[:20].astype(np.float64).reshape(5, 4, width).mean(axis=1)
+    expected = reference.rms(means, weight[0], EPS)
+    turned = (expected[:, :half] + 1j * expected[:, half : 2 * half]) * np.exp(1j * np.arange(0, 20, 4)[:, None] * frequency)
+    expected[:, : 2 * half] = np.concatenate([turned.real, turned.imag], axis=1)
+    np.testing.assert_allclose(pooled[:5], expected, rtol=0, atol=2e-6)
+    assert not pooled[5:].any()
+    np.testing.assert_array_equal(tail, raw[20:])
+    np.testing.assert_allclose(dead, reference.rms(raw[0].astype(np.float64), weight[0], EPS), rtol=1e-6)
+    for size in (1, 2, 3, 5, 22):
+        again = np.zeros_like(tail), np.zeros_like(dead), np.zeros_like(pooled)
+        for first in range(0, 23, size):
+            ops.pool_keys(raw[first : first + size], first, again[0], again[1], weight, EPS, frequency, again[2])
+        for got, whole in zip(again, (tail, dead, pooled), strict=True):
+            np.testing.assert_array_equal(got, whole)
+
+
+def chosen_blocks(queries, pooled, position, keep):
+    blocks, counts = np.full((len(queries), keep + 1), -1, np.int32), np.empty(len(queries), np.int64)
+    ops.select_blocks(queries, pooled, position, keep, blocks, counts)
+    return [row[:count].tolist() for row, count in zip(blocks, counts, strict=True)]
+
+
+def expected_blocks(queries, pooled, position, keep):
+    """Scores in float64 of whole numbers are exact, and so are those of the kernel: ties are real ones."""
+    for t in range(len(queries)):
+        complete, open_block = divmod(position + t + 1, 4)
+        scores = np.maximum(queries[t].astype(np.float64) @ pooled[:complete].T.astype(np.float64), 0).sum(axis=0)
+        yield reference.top_blocks(scores, keep).tolist() + ([complete] if open_block else [])
+
+
+@pytest.mark.parametrize("levels", [1, 2, 5, 100])
+@pytest.mark.parametrize("keep", [1, 4, 33])
+def test_best_blocks_are_exact_and_ties_go_to_the_lowest(keep, levels, threads):
+    rng = rng_for(keep, levels)
+    queries = rng.integers(-levels, levels, (4 * keep + 40, 3, 32)).astype(np.float32)
+    pooled = rng.integers(-levels, levels, (keep + 12, 32)).astype(np.float32)
+    expected = list(expected_blocks(queries, pooled, 0, keep))
+    assert chosen_blocks(queries, pooled, 0, keep) == expected
+    for first in (0, 4 * keep - 2, 4 * keep + 3, 4 * keep + 37):
+        part = queries[first : first + 3]
+        assert chosen_blocks(part, pooled, first, keep) == expected[first : first + 3]
+
+
+def test_equal_scores_keep_the_first_blocks_beside_the_open_one():
+    queries, pooled = np.zeros((1, 2, 16), np.float32), np.ones((10, 16), np.float32)
+    for position, expected in ((0, [0]), (3, [0]), (4, [0, 1]), (15, [0, 1, 2]), (16, [0, 1, 2, 4]), (19, [0, 1, 2])):
+        assert chosen_blocks(queries, pooled, position, 3) == [expected]
+
+
+# --- gated delta net ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_convolution_over_time(taps):
+    rng, channels = rng_for("conv", taps), 37
+    x, weight, history = normal(rng, 9, channels), normal(rng, taps, channels), normal(rng, taps - 1, channels)
+    out, state = np.empty_like(x), history.copy()
+    ops.conv_silu(x, state, weight, out)
+    padded = np.concatenate([history, x])
+    expected = sum(padded[tap : tap + 9].astype(np.float64) * weight[tap] for tap in range(taps))
+    np.testing.assert_allclose(out, reference.silu(expected), rtol=0, atol=3e-6)
+    np.testing.assert_array_equal(state, padded[9:])
+    again, state_again = np.empty_like(x), history.copy()
+    for first, last in ((0, 1), (1, 3), (3, 9)):
+        ops.conv_silu(x[first:last], state_again, weight, again[first:last])
+    np.testing.assert_array_equal(again, out)
+    np.testing.assert_array_equal(state_again, state)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 6), (3, 3), (1, 4)])
+def test_delta_rule(key_heads, value_heads, grouped, threads):
+    rng, size, n_tokens = rng_for(key_heads, value_heads), 16, 21
+    mixed = normal(rng, n_tokens, (2 * key_heads + value_heads) * size)
+    alpha, beta = normal(rng, 2, n_tokens, value_heads) * 4
+    alpha[3] = 40  # the linear end of softplus
+    a, dt_bias = -np.abs(normal(rng, value_heads)) * 0.3, normal(rng, value_heads)
+    state = normal(rng, value_heads, size, size)
+    expected_out, expected_state = plain_delta(mixed, alpha, beta, a, dt_bias, key_heads, grouped, state)
+    out, start = np.empty((n_tokens, value_heads, size), np.float32), state.copy()
+    ops.delta_net(mixed, alpha, beta, a, dt_bias, key_heads, grouped, state, out)
+    np.testing.assert_allclose(out, expected_out, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(state, expected_state, rtol=0, atol=5e-6)
+    again = np.empty_like(out)
+    for part in (slice(0, 1), slice(1, 8), slice(8, 21)):
+        ops.delta_net(mixed[part], alpha[part], beta[part], a, dt_bias, key_heads, grouped, start, again[part])
+    np.testing.assert_array_equal(again, out)
+    np.testing.assert_array_equal(start, state)
+
+
+def plain_delta(mixed, alpha, beta, a, dt_bias, key_heads, grouped, state):
+    """reference.delta_rule from a state that is not zero, which its linearity in (state, values) allows step by step."""
+    n_tokens, value_heads, size = len(mixed), len(a), state.shape[1]
+    parts = mixed.astype(np.float64).reshape(n_tokens, -1, size)
+    query, key, value = np.split(parts, [key_heads, 2 * key_heads], axis=1)
+    heads = np.arange(value_heads) // (value_heads // key_heads) if grouped else np.arange(value_heads) % key_heads
+    query = reference.l2_normalise(query)[:, heads] / np.sqrt(size)
+    key = reference.l2_normalise(key)[:, heads]
+    decay = np.exp(a * reference.softplus(alpha.astype(np.float64) + dt_bias))
+    strength = reference.sigmoid(beta.astype(np.float64))
+    state, out = state.astype(np.float64), []
+    for t in range(n_tokens):
+        state = state * decay[t][:, None, None]
+        correction = strength[t][:, None] * (value[t] - (key[t][:, :, None] * state).sum(axis=1))
+        state = state + key[t][:, :, None] * correction[:, None, :]
+        out.append((query[t][:, :, None] * state).sum(axis=1))
+    return np.array(out), state
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_norm_and_gate_of_value_heads(silu):
+    rng = rng_for("gate", silu)
+    x, weight, z = normal(rng, 4, 3, 16), normal(rng, 1, 16), normal(rng, 4, 48) * 3
+    out, wide = x.copy(), z.astype(np.float64)
+    ops.norm_gate_heads(out, weight, EPS, z, silu)
+    gate = reference.silu(wide) if silu else reference.sigmoid(wide)
+    expected = reference.rms(x.astype(np.float64), weight[0], EPS) * gate.reshape(x.shape)
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=1e-30)
+
+
+# --- streams and experts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [2, 4])
+def test_streams_are_mixed_and_injected(streams):
+    rng = rng_for("streams", streams)
+    gates, normed = normal(rng, 2, 3, streams * 20) * 3
+    out = np.empty((3, 20), np.float32)
+    ops.mix_streams(gates, normed, out)
+    expected = (reference.sigmoid(gates.astype(np.float64)) * normed).reshape(3, streams, 20).mean(axis=1)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6)
+    residual, inject, y = normal(rng, 3, streams, 20), normal(rng, 3, streams), normal(rng, 3, 20)
+    written = residual.copy()
+    ops.inject_streams(written, inject, y)
+    weight = 2 * reference.sigmoid(inject.astype(np.float64) / streams)
+    np.testing.assert_allclose(written, residual + weight[:, :, None] * y[:, None], rtol=0, atol=1e-6)
+
+
+def routed(logits, used):
+    weights, experts = np.empty((len(logits), used), np.float32), np.empty((len(logits), used), np.int32)
+    ops.route(logits.copy(), weights, experts)
+    return weights, experts
+
+
+@pytest.mark.parametrize(("n_experts", "used"), [(5, 2), (8, 8), (64, 10), (1, 1)])
+def test_routing(n_experts, used):
+    logits = normal(rng_for("route", n_experts), 9, n_experts) * 4
+    weights, experts = routed(logits, used)
+    probability = reference.softmax(logits.astype(np.float64))
+    order = np.argsort(-probability, axis=1, kind="stable")[:, :used]
+    np.testing.assert_array_equal(experts, order)
+    share = np.take_along_axis(probability, order, axis=1)
+    np.testing.assert_allclose(weights, share / share.sum(axis=1, keepdims=True), rtol=2e-6)
+
+
+def test_equal_experts_are_taken_from_the_lowest():
+    weights, experts = routed(np.array([[1, 3, 3, 1, 3], [0, 0, 0, 0, 0]], np.float32), 4)
+    assert experts.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+    assert weights[1].tolist() == [0.25] * 4
+    weights, experts = routed(np.array([[-200, 200, -200]], np.float32), 3)
+    assert (weights.tolist(), experts.tolist()) == ([[1, 0, 0]], [[1, 0, 2]])
+
+
+def test_assignments_are_ordered_by_expert_and_come_back_in_their_order():
+    rng = rng_for("order")
+    experts = np.array([rng.permutation(6)[:3] for _ in range(11)], np.int32)
+    experts[experts == 4] = 5  # an expert that nobody takes
+    order, offsets = np.empty(33, np.int64), np.empty(7, np.int64)
+    ops.order_by_expert(experts, 6, order, offsets)
+    np.testing.assert_array_equal(order, np.argsort(experts.reshape(-1), kind="stable"))
+    np.testing.assert_array_equal(np.diff(offsets), np.bincount(experts.reshape(-1), minlength=6))
+    y, weights = normal(rng, 33, 10), np.abs(normal(rng, 11, 3))
+    out = np.full((11, 10), np.nan, np.float32)
+    ops.combine_experts(y[order], order, weights, out)
+    expected = (y.reshape(11, 3, 10).astype(np.float64) * weights[:, :, None]).sum(axis=1)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
+
+
+# --- n-gram embeddings --------------------------------------------------------------------------------------------
+
+EOS = 5
+MULTIPLIERS = np.array([64343153921368269, 59473814669861233, 55314113489879299, 31415926535897931], np.int64)
+SIZES = np.array([53, 59, 61, 67, 71, 73], np.int64)
+OFFSETS = np.array([0, 53, 112, 173, 240, 311], np.int64)
+
+
+def table_rows(ids, previous, order):
+    heads = 2 * (order - 1)
+    rows = np.empty((len(ids), heads), np.int64)
+    ops.ngram_rows(
+        np.array(ids, np.int32), np.array(previous, np.int64), EOS, MULTIPLIERS[:order], SIZES[:heads], OFFSETS[:heads], rows
+    )
+    return rows.tolist()
+
+
+def plain_rows(ids, order):
+    """In Python's exact integers, from the context that reference.py states."""
+    for position in range(len(ids)):
+        context, row = reference.ngram_context(ids, position, order, EOS), []
+        for n in range(2, order + 1):
+            mixed = 0
+            for token, multiplier in zip(context[:n], MULTIPLIERS[:n].tolist(), strict=True):
+                mixed ^= token * multiplier
+            row += [mixed % int(SIZES[h]) + int(OFFSETS[h]) for h in (2 * n - 4, 2 * n - 3)]
+        yield row
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+@pytest.mark.parametrize("eos_at", [None, 0, 1, 2, 3, 4, 5])
+def test_rows_of_the_n_gram_table_with_an_end_of_text_at_each_distance(order, eos_at):
+    ids = rng_for("ngram", order).integers(6, 96, 6).tolist()
+    if eos_at is not None:
+        ids[eos_at] = EOS
+    expected = list(plain_rows(ids, order))
+    assert table_rows(ids, [-1] * (order - 1), order) == expected
+    for cut in range(1, 6):
+        previous = (ids[:cut][::-1] + [-1] * order)[: order - 1]
+        assert table_rows(ids[cut:], previous, order) == expected[cut:]
+
+
+def test_n_gram_gate():
+    rng = rng_for("ngram gate")
+    key, query = normal(rng, 2, 4, 3, 32)
+    query[0, 0] = 0  # a score of exactly 0 gives a gate of 1/2
+    query[1] *= 1e-9  # |score| below the 1e-6 under the root
+    value = normal(rng, 4, 32)
+    out = np.empty_like(key)
+    ops.ngram_gate(key, query, value, out)
+    score = (key.astype(np.float64) * query).sum(axis=-1) / np.sqrt(32)
+    gate = reference.sigmoid(np.sign(score) * np.sqrt(np.maximum(np.abs(score), 1e-6)))
+    assert gate[0, 0] == 0.5
+    np.testing.assert_allclose(out, gate[:, :, None] * value[:, None], rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize(("taps", "dilation"), [(4, 3), (2, 1)])
+def test_n_gram_convolution(taps, dilation):
+    rng, channels, before = rng_for("ngram conv", taps), 24, (taps - 1) * dilation
+    normed, gated, residual = normal(rng, 3, 14, channels)
+    weight, history = normal(rng, taps, channels), normal(rng, before, channels)
+    padded = np.concatenate([history, normed])
+    convolved = sum(padded[tap * dilation : tap * dilation + 14].astype(np.float64) * weight[tap] for tap in range(taps))
+    written, state = residual.copy(), history.copy()
+    ops.ngram_conv(normed, state, weight, dilation, gated, written)
+    np.testing.assert_allclose(written, residual + gated + reference.silu(convolved), rtol=0, atol=4e-6)
+    np.testing.assert_array_equal(state, padded[14:])
+    again, state_again = residual.copy(), history.copy()
+    for part in (slice(0, 2), slice(2, 3), slice(3, 14)):
+        ops.ngram_conv(normed[part], state_again, weight, dilation, gated[part], again[part])
+    np.testing.assert_array_equal(again, written)
+    np.testing.assert_array_equal(state_again, state)
