@@ -465,23 +465,26 @@ class EngineChild:
     @contextlib.asynccontextmanager
     async def _my_turn(self) -> AsyncIterator[None]:
         """Wait in line; whatever leaves the child in the middle of an answer ends it."""
+        self._refuse_at_the_end()
         self.n_waiting += 1
         try:
             await self._turn.acquire()
         finally:
             self.n_waiting -= 1
-        if self._closing:
-            self._turn.release()
-            raise Ending("the server is ending")
         try:
+            self._refuse_at_the_end()
             yield
-        except (EngineRefused, NotLoaded, SessionRefused):
+        except (Ending, EngineRefused, NotLoaded, SessionRefused):
             raise
         except BaseException:
             await self._end()
             raise
         finally:
             self._turn.release()
+
+    def _refuse_at_the_end(self) -> None:
+        if self._closing:
+            raise Ending("the server is ending")
 
     async def _ready_pipes(self) -> ChildPipes:
         """The running child, or a new one; one that died, or spoke unasked while idle, is replaced."""
@@ -524,10 +527,10 @@ class EngineChild:
             else:
                 raise EngineGone(f"the engine is out of step at its start: {line[:200]!r}")
         with _in_step(line):
-            self.n_ctx = _count(rest.split(" ")[0])
-            if not self.n_ctx:
+            n_ctx = _count(rest.split(" ")[0])
+            if not n_ctx:
                 raise ValueError("a context of 0 tokens")
-        self.info = info
+        self.n_ctx, self.info = n_ctx, info
 
     async def _end(self, grace_s: float = 0.0) -> None:
         pipes, self._pipes = self._pipes, None

@@ -100,7 +100,8 @@ class RunningFront:
         await self.front.close()
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self.server.end)
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.server.end)
         self._thread.join(DEADLINE_S)
         self.client.close()
         assert not self._thread.is_alive(), "the front did not end"

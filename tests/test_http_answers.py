@@ -330,7 +330,25 @@ def test_cached_tokens_stand_in_three_places():
 
 @pytest.mark.parametrize(
     "line",
-    ["T", "T -1", "T 1 2", "T 1.0", "T ٣", "T 9999999999999999999", "RESUME", "PP 1 2 3", "PP 1 2 nan 1", "HELLO", "", "PP 1 2 inf 1", "PP 1 2 -1 1", "DONE 1", "DONE 5 9 10.0 20.0 ended 0 0 4 1 2 0 0 0.0 5 0", "t 1", " T 1"],
+    [
+        "T",
+        "T -1",
+        "T 1 2",
+        "T 1.0",
+        "T ٣",
+        "T 9999999999999999999",
+        "RESUME",
+        "PP 1 2 3",
+        "PP 1 2 nan 1",
+        "HELLO",
+        "",
+        "PP 1 2 inf 1",
+        "PP 1 2 -1 1",
+        "DONE 1",
+        "DONE 5 9 10.0 20.0 ended 0 0 4 1 2 0 0 0.0 5 0",
+        "t 1",
+        " T 1",
+    ],
 )
 def test_lines_that_no_generation_has(line):
     with pytest.raises(ValueError):  # noqa: PT011 - any reason will do

@@ -239,7 +239,20 @@ def test_other_origins_get_no_cors_headers(locked):
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"null", b"[]", b"{", b"\xef\xbb\xbf{}", b"\xff", b"[" * 100000, b'{"a":' * 100000, b'{"filename": NaN}', b"1" * 5000, b'"x"', "{}".encode("utf-16")],
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{",
+        b"\xef\xbb\xbf{}",
+        b"\xff",
+        b"[" * 100000,
+        b'{"a":' * 100000,
+        b'{"filename": NaN}',
+        b"1" * 5000,
+        b'"x"',
+        "{}".encode("utf-16"),
+    ],
 )
 def test_bodies_that_are_no_object(front, body):
     for path in ("/slots/0?action=save", "/v1/chat/completions", "/completion", "/tokenize"):

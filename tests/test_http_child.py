@@ -1,0 +1,478 @@
+"""The engine child under the front: turns, limits, a child that breaks the rules, ends or is ended."""
+
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+import httpfront
+from runningfront import RunningFront, events, write_tokenizer_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tokenizer_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def make_front(model, tmp_path):
+    """Starts fronts that save below tmp_path and are stopped at the end."""
+    fronts = []
+
+    def make(**options):
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        front = RunningFront(tmp_path, model, slot_save_path=str(tmp_path / "saved"), **options)
+        fronts.append(front)
+        return front
+
+    yield make
+    for front in fronts:
+        front.stop()
+
+
+@pytest.fixture
+def front(make_front):
+    return make_front()
+
+
+@pytest.fixture(scope="module")
+def shared(model, tmp_path_factory):
+    """One front for tests that leave it as they found it."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "saved").mkdir()
+    with RunningFront(folder, model, slot_save_path=str(folder / "saved")) as front:
+        yield front
+
+
+def held(front) -> int:
+    return front.get("/slots").json()[0]["n_prompt_tokens"]
+
+
+def refused(answer, status: int, text: str = "") -> dict:
+    assert answer.status_code == status, answer.text
+    assert text in answer.json()["error"]["message"]
+    return answer.json()["error"]
+
+
+# --- Out of step ---
+
+BAD_SESSION_LINES = [
+    ["SESSION 5 4"],
+    ["SESSION x 4"],
+    ["SESSION +1 4"],
+    ["SESSION 1"],
+    ["SESSION 3 4", "SESSION 2 4"],
+    ["SWAIT flush 0"],
+    ["SWAIT flush 3601"],
+    ["SWAIT flush 1.5"],
+    ["SWAIT flush"],
+    ["SAVED 1 2 nan"],
+    ["SAVED 1 2 -1"],
+    ["SAVED 1 2"],
+    ["SAVED -1 2 3"],
+    ["SAVED 1 2 3 4"],
+    ["RESTORED 1 2 3"],
+    ["SERR odd 0 text"],
+    ["SERR invalid 2 text"],
+    ["SERR invalid"],
+    ["ERR text"],
+    ["T 5"],
+    ["saved 1 2 3"],
+    [""],
+    ["@raw ff0a"],
+    ["@raw " + "20" * ((1 << 20) + 10) + "0a"],
+]
+
+
+@pytest.mark.parametrize("lines", BAD_SESSION_LINES, ids=lambda lines: lines[-1][:20])
+def test_a_save_that_leaves_the_protocol_ends_the_child(shared, lines):
+    assert shared.chat().status_code == 200
+    n_starts = len(shared.pids())
+    shared.script("SAVE", *lines, "@deaf")
+    refused(shared.slot("save", "a.bin"), 500, "out of step")
+    assert not alive(shared.pids()[-1])
+    assert held(shared) == 0
+    refused(shared.slot("restore", "a.bin"), 404)
+    refused(shared.slot("save", "a.bin"), 503)
+    assert shared.chat().status_code == 200
+    assert len(shared.pids()) == n_starts + 1
+
+
+BAD_GENERATION_LINES = [
+    ["T 5"],
+    ["HELLO"],
+    ["RESUME"],
+    ["RESUME 1 2"],
+    ["@accept", "T x"],
+    ["@accept", "PP 1 2 3"],
+    ["@accept", "SAVED 1 2 3"],
+    ["@accept", "DONE 1 2 3"],
+    ["@accept", ""],
+]
+
+
+@pytest.mark.parametrize("lines", BAD_GENERATION_LINES, ids=lambda lines: lines[-1][:20])
+def test_a_generation_that_leaves_the_protocol_ends_the_child(shared, lines):
+    shared.script("GEN", *lines, "@deaf")
+    refused(shared.chat(), 500, "out of step")
+    assert not alive(shared.pids()[-1])
+    assert shared.chat().status_code == 200
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_an_erase_that_leaves_the_protocol_ends_the_child(shared):
+    shared.script("ERASE", "SAVED 1 2 3")
+    refused(shared.slot("erase"), 500, "out of step")
+    refused(shared.slot("erase"), 503)
+    shared.chat()
+    shared.script("ERASE", "ERR not here")
+    refused(shared.slot("erase"), 400, "not here")
+    assert shared.slot("erase").json()["n_erased"] > 0
+
+
+def test_a_child_that_speaks_unasked_is_replaced(front):
+    front.chat()
+    front.script("GEN", "@accept", "@text x", "@done", "T 5")
+    assert front.chat().status_code == 200
+    front.wait_for(lambda: front.front.child._pipes.ahead, "the stray line")
+    assert front.chat().json()["timings"]["cache_n"] == 0
+    assert len(front.pids()) == 2
+
+
+def test_a_child_out_of_step_while_idle_is_not_asked_to_save(front):
+    front.script("GEN", "@accept", "@text x", "@done", "SAVED 1 2 3")
+    front.chat()
+    front.wait_for(lambda: front.front.child._pipes.ahead, "the stray line")
+    refused(front.slot("save", "a.bin"), 500, "out of step")
+    assert "SAVE" not in " ".join(front.verbs())
+
+
+# --- Refusals and failures of the engine ---
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "published"),
+    [
+        ("SERR invalid 0 another model", 400, None),
+        ("SERR storage 0 disk full", 507, None),
+        ("SERR memory 0 too little RAM", 503, None),
+        ("SERR io 0 cannot write", 500, None),
+        ("SERR io 1 folder not flushed", 500, True),
+    ],
+)
+def test_refusals_keep_the_child_and_what_it_holds(shared, line, status, published):
+    shared.chat()
+    before = held(shared)
+    _, kind, _, text = line.split(" ", 3)
+    shared.script("SAVE", line)
+    error = refused(shared.slot("save", "a.bin"), status, text)
+    assert (error["kind"], error.get("published")) == (kind, published)
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert held(shared) == before > 0
+
+
+def test_fatal_ends_the_child(front):
+    front.chat()
+    front.slot("save", "a.bin")
+    front.script("RESTORE", "SESSION 1 2", "FATAL a pool was half written", "@exit 1")
+    refused(front.slot("restore", "a.bin"), 500, "a pool was half written")
+    assert held(front) == 0
+    assert front.chat().status_code == 200
+
+
+def test_a_child_that_dies_in_a_save(front):
+    front.chat()
+    front.script("SAVE", "SESSION 0 10", "@stderr the last words", "@exit 7")
+    error = refused(front.slot("save", "a.bin"), 500, "exit status 7")
+    assert "the last words" in error["message"]
+    front.chat()
+    front.script("SAVE", "@die")
+    refused(front.slot("save", "a.bin"), 500, "signal 9")
+    assert len(front.pids()) == 2
+
+
+def test_a_child_that_dies_in_a_stream(front):
+    front.script("GEN", "@accept", "@text abc", "@die")
+    text = front.stream()
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events(text)[:-1]) == "abc"
+    assert events(text)[-1]["error"]["code"] == 500
+    assert "[DONE]" not in text
+    assert front.chat().status_code == 200
+
+
+def test_a_child_killed_while_idle(front):
+    front.chat()
+    front.slot("save", "a.bin")
+    os.kill(front.pids()[-1], signal.SIGKILL)
+    front.wait_for(lambda: front.get("/slots").json()[0]["model"] == "unloaded", "its end to be noticed")
+    assert held(front) == 0
+    assert front.get("/health").status_code == 200
+    for action in ("save", "restore", "erase"):
+        answer = front.slot(action, "a.bin")
+        refused(answer, 503)
+        assert answer.headers["retry-after"].isdigit()
+    assert front.chat().status_code == 200
+    restored = front.slot("restore", "a.bin")
+    assert restored.json()["n_restored"] == held(front)
+
+
+def test_a_restart_that_fails_and_the_next_that_does_not(front):
+    front.post("/unload")
+    front.script("START", "@stderr the model file is gone", "@exit 1")
+    refused(front.chat(), 500, "the model file is gone")
+    front.script("START", "READY 0 stop")
+    refused(front.chat(), 500, "out of step")
+    front.script("START", "HELLO")
+    refused(front.chat(stream=True), 500, "out of step")
+    assert front.chat().status_code == 200
+
+
+def test_a_first_start_that_fails_ends_the_server(model, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "START").write_text("@stderr not a GGUF file\n@exit 1\n")
+    front = RunningFront(tmp_path, model, wait=False)
+    front._thread.join(20)
+    front.stop()
+    assert "not a GGUF file" in str(front.server.failure)
+
+
+# --- Silence ---
+
+
+def test_a_silent_child_is_ended(make_front):
+    front = make_front(silence_s=1)
+    front.script("GEN", "@deaf")
+    refused(front.chat(), 500, "silent for 1 s")
+    assert front.chat().status_code == 200
+    front.script("SAVE", "SESSION 0 10", "@deaf")
+    refused(front.slot("save", "a.bin"), 500, "silent for 1 s")
+    assert not alive(front.pids()[-1])
+    assert front.chat().status_code == 200
+
+
+def test_a_running_allowance_is_longer_than_the_limit_on_silence(make_front):
+    front = make_front(silence_s=1)
+    front.chat()
+    front.script("SAVE", "SWAIT flush 3600", "@mark begun", "@wait go", "SAVED 1 2 3.0")
+    with front.meanwhile(lambda: front.slot("save", "a.bin")) as answers:
+        front.wait_mark("begun")
+        time.sleep(2)  # past the limit on silence
+        front.mark("go")
+    assert answers[0].status_code == 200
+
+
+def test_an_allowance_ends_with_the_next_line(make_front):
+    front = make_front(silence_s=1)
+    front.chat()
+    front.script("SAVE", "SWAIT flush 3600", "SESSION 0 10", "@deaf")
+    refused(front.slot("save", "a.bin"), 500, "silent for 1 s")
+
+
+def test_progress_keeps_a_save_alive_past_the_limit(make_front):
+    front = make_front(silence_s=1)
+    front.chat()
+    beats = [line for step in range(4) for line in (f"SESSION {step} 10", f"@mark beat{step}", f"@wait go{step}")]
+    front.script("SAVE", *beats, "SAVED 1 10 3.0")
+    with front.meanwhile(lambda: front.slot("save", "a.bin")) as answers:
+        for step in range(4):
+            front.wait_mark(f"beat{step}")
+            time.sleep(0.4)
+            front.mark(f"go{step}")
+    assert answers[0].status_code == 200
+
+
+# --- Turns ---
+
+
+def test_everything_answers_during_a_save(front):
+    front.chat()
+    front.script(
+        "SAVE", "SWAIT capture 60", "SESSION 0 100", "SESSION 40 100", "@mark half", "@wait go", "SAVED 1 100 3"
+    )
+    with front.meanwhile(lambda: front.slot("save", "a.bin")):
+        front.wait_mark("half")
+        front.wait_for(lambda: front.get("/slots").json()[0]["session"]["n_done"] == 40, "the progress")
+        (slot,) = front.get("/slots").json()
+        assert slot["is_processing"]
+        assert slot["session"] == {
+            "action": "save",
+            "filename": "a.bin",
+            "phase": "capture",
+            "n_done": 40,
+            "n_total": 100,
+        }
+        metrics = front.get("/metrics").text
+        assert "\nstrata:session_done_bytes 40\n" in metrics
+        assert "\nstrata:session_running 1\n" in metrics
+        for _ in range(50):
+            for path in ("/health", "/v1/models", "/slots", "/metrics", "/props", "/sessions"):
+                assert front.get(path).status_code == 200
+        front.mark("go")
+    assert front.get("/slots").json()[0]["session"] is None
+    assert ("save", "capture", 40, 100) in front.terminal.progress
+    assert front.terminal.progress[-1] is None
+
+
+def test_everything_answers_while_loading(make_front, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "START").write_text("@mark begun\n@wait go\n@default\n")
+    front = make_front(wait=False)
+    front.wait_mark("begun")
+    assert front.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert front.get("/metrics").status_code == 200
+    assert front.get("/sessions").status_code == 200
+    for path in ("/health", "/slots", "/props"):
+        answer = front.get(path)
+        refused(answer, 503, "loading")
+        assert answer.headers["retry-after"].isdigit()
+    for stream in (False, True):
+        refused(front.chat(stream=stream), 503, "loading")
+    front.mark("go")
+    front.wait_for(lambda: front.get("/health").status_code == 200, "health")
+    assert front.chat().status_code == 200
+
+
+def test_a_request_in_the_restart_window_waits(front):
+    front.post("/unload")
+    assert front.get("/slots").json()[0]["n_ctx"] == 4096
+    front.script("START", "@mark begun", "@wait go", "@default")
+    with front.meanwhile(front.chat) as answers:
+        front.wait_mark("begun")
+        assert front.get("/health").status_code == 503
+        assert front.get("/slots").json()[0]["n_ctx"] == 4096
+        assert front.get("/v1/models").json()["data"][0]["meta"]["n_ctx"] == 4096
+        front.mark("go")
+    assert answers[0].status_code == 200
+
+
+def test_load_and_unload(front):
+    front.chat()
+    front.slot("save", "a.bin")
+    assert front.client.post("/unload").json() == {"status": "unloaded"}
+    assert not alive(front.pids()[0])
+    assert front.get("/health").json()["model"] == "unloaded"
+    refused(front.slot("restore", "a.bin"), 503, "POST /load")
+    assert front.client.post("/load").json()["status"] == "loaded"
+    assert front.slot("restore", "a.bin").status_code == 200
+    assert front.client.post("/load").json()["status"] == "loaded"
+    assert len(front.pids()) == 2
+
+
+def test_unload_while_busy_is_refused_and_harms_nothing(front):
+    front.chat()
+    front.script("SAVE", "@mark begun", "@wait go", "@default")
+    with front.meanwhile(lambda: front.slot("save", "a.bin")) as answers:
+        front.wait_mark("begun")
+        refused(front.post("/unload"), 409)
+        front.mark("go")
+    assert answers[0].status_code == 200
+
+
+def test_a_save_waits_for_the_running_answer_and_has_it_all(front):
+    front.script("GEN", "@accept", "@text abc", "@mark begun", "@wait go", "@text def", "@done")
+    with front.meanwhile(front.stream) as streams:
+        front.wait_mark("begun")
+        with front.meanwhile(lambda: front.slot("save", "a.bin")) as answers:
+            front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 1, "the save to queue")
+            front.mark("go")
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events(streams[0])) == "abcdef"
+    assert answers[0].json()["n_saved"] == held(front)
+
+
+def test_requests_are_served_in_order(front):
+    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
+    with front.meanwhile(front.chat):
+        front.wait_mark("begun")
+        with front.meanwhile(lambda: front.chat("b", max_tokens=1)):
+            front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 1, "one")
+            with front.meanwhile(lambda: front.slot("save", "a.bin")):
+                front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 2, "two")
+                with front.meanwhile(lambda: front.chat("c", max_tokens=2)):
+                    front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 3, "three")
+                    front.mark("go")
+    verbs = [verb.split(" ")[:2] for verb in front.verbs()]
+    assert [verb[0] for verb in verbs] == ["GEN", "GEN", "SAVE", "GEN"]
+    assert (verbs[1][1], verbs[3][1]) == ("1", "2")
+
+
+def test_a_queued_stream_gets_keep_alives(front, monkeypatch):
+    monkeypatch.setattr(httpfront, "KEEP_ALIVE_S", 0.02)
+    front.chat()
+    front.script("SAVE", "@mark begun", "@wait go", "@default")
+    with front.meanwhile(lambda: front.slot("save", "a.bin")):
+        front.wait_mark("begun")
+        with front.client.stream("POST", "/completion", json={"prompt": "x", "stream": True}) as answer:
+            chunks = answer.iter_text()
+            assert answer.status_code == 200
+            assert [next(chunks) for _ in range(3)] == [":\n\n"] * 3
+            front.mark("go")
+            rest = "".join(chunks)
+    assert events(rest)[-1]["stop"] is True
+
+
+# --- Clients that hang up ---
+
+
+def test_a_stream_whose_client_hangs_up_is_stopped(front):
+    front.script("GEN", "@accept", "@text abc", "@wait-stop", "@done")
+    with front.client.stream("POST", "/completion", json={"prompt": "x", "stream": True}) as answer:
+        assert next(answer.iter_text())
+    front.wait_for(lambda: front.verbs()[-1] == "STOP", "STOP")
+    assert front.chat().status_code == 200
+    assert len(front.pids()) == 1
+
+
+def test_an_answer_whose_client_hangs_up_is_stopped(front):
+    front.script("GEN", "@accept", "@mark begun", "@text abc", "@wait-stop", "@done")
+    with httpx.Client(base_url=front.url) as client, front.meanwhile(lambda: hang_up(client, front)):
+        front.wait_mark("begun")
+    front.wait_for(lambda: front.verbs()[-1] == "STOP", "STOP")
+    assert front.chat().status_code == 200
+
+
+def hang_up(client, front) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/completion", json={"prompt": "x"}, timeout=httpx.Timeout(20, read=0.3))
+    client.close()
+
+
+def test_a_queued_request_whose_client_hangs_up_is_never_begun(front, monkeypatch):
+    monkeypatch.setattr(httpfront, "KEEP_ALIVE_S", 0.02)
+    front.chat()
+    front.script("SAVE", "@mark begun", "@wait go", "@default")
+    with front.meanwhile(lambda: front.slot("save", "a.bin")):
+        front.wait_mark("begun")
+        with front.client.stream("POST", "/completion", json={"prompt": "queued", "stream": True}) as answer:
+            assert next(answer.iter_text()) == ":\n\n"
+        front.mark("go")
+    assert front.chat("after").status_code == 200
+    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN", "SAVE", "GEN"]
+
+
+def test_a_save_whose_client_hangs_up_goes_on(front):
+    front.chat()
+    front.script("SAVE", "@mark begun", "@wait go", "@default")
+    with httpx.Client(base_url=front.url) as client, pytest.raises(httpx.ReadTimeout):
+        client.post("/slots/0?action=save", json={"filename": "a.bin"}, timeout=httpx.Timeout(20, read=0.3))
+    front.wait_mark("begun")
+    front.mark("go")
+    saved = front.folder / "saved" / "a.bin"
+    front.wait_for(saved.exists, "the file")
+    assert front.slot("restore", "a.bin").status_code == 200
+    assert "strata:sessions_saved_total 1\n" in front.get("/metrics").text
+
+
+def test_a_stop_string_stops_the_child(front):
+    front.script("GEN", "@accept", "@text one STOP ", "@wait-stop", "@text never", "@done")
+    body = front.post("/completion", {"prompt": "x", "stop": ["OP"]}).json()
+    assert (body["content"], body["stop_type"], body["stopping_word"]) == ("one ST", "word", "OP")
+    assert front.verbs()[-1] == "STOP"

@@ -1,0 +1,294 @@
+"""How a front starts and ends as a process: signals, saving at exit, restoring at start, addresses in use."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+import httpfront
+from runningfront import CHILD, DEADLINE_S, RunningFront, events, write_tokenizer_model
+
+MAIN = """
+import json, sys
+sys.path.insert(0, {root!r})
+import httpfront
+options = json.loads(sys.argv[1])
+try:
+    sys.exit(httpfront.serve(httpfront.FrontOptions(port=0, **options), sys.argv[2:]))
+except httpfront.FrontError as error:
+    sys.exit(f"strata: {{error}}")
+"""
+
+
+class Process:
+    """A front as a process of its own, over the scripted child."""
+
+    def __init__(self, folder: pathlib.Path, **options):
+        self.folder, self.scripts, self.saved = folder, folder / "scripts", folder / "saved"
+        for path in (self.scripts, self.saved):
+            path.mkdir(exist_ok=True)
+        model = folder / "tiny.gguf"
+        if not model.exists():
+            write_tokenizer_model(model)
+        options = {"model": str(model), "slot_save_path": str(self.saved), **options}
+        main = MAIN.format(root=str(pathlib.Path(httpfront.__file__).parent))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", main, json.dumps(options), sys.executable, "-S", CHILD, str(self.scripts)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        RunningFront.wait_for(lambda: self.port or self.process.poll() is not None, "the port")
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=DEADLINE_S)
+
+    script, mark, wait_mark, verbs, pids = (
+        RunningFront.script,
+        RunningFront.mark,
+        RunningFront.wait_mark,
+        RunningFront.verbs,
+        RunningFront.pids,
+    )
+    wait_for = staticmethod(RunningFront.wait_for)
+    meanwhile = RunningFront.meanwhile
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def port(self) -> int | None:
+        found = re.search(r"listening on http://127\.0\.0\.1:(\d+)", self.log)
+        return int(found[1]) if found else None
+
+    def wait_ready(self) -> "Process":
+        self.wait_for(lambda: self.client.get("/health").status_code == 200, "health")
+        return self
+
+    def chat(self, text: str = "hi", **fields) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def slot(self, action: str, name: str) -> httpx.Response:
+        return self.client.post(f"/slots/0?action={action}", json={"filename": name})
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        status = self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        return status
+
+    def close(self) -> None:
+        """End what a failed test left, and hold that no child survived."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stderr.close()
+        self.client.close()
+        if (self.scripts / "starts").exists():
+            for pid in self.pids():
+                self.wait_for(lambda pid=pid: not running(pid), "the child to end")
+        assert not (self.scripts / "overlap").exists()
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def make(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(**options) -> Process:
+            process = Process(tmp_path, **options)
+            stack.callback(process.close)
+            return process
+
+        yield start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_front_and_child(make, number):
+    front = make().wait_ready()
+    front.chat()
+    front.signal(number)
+    assert front.wait() == 0
+    assert not running(front.pids()[0])
+
+
+def test_an_idle_keep_alive_connection_does_not_hold_up_the_end(make):
+    front = make().wait_ready()
+    with socket.create_connection(("127.0.0.1", front.port)) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        front.signal()
+        assert front.wait() == 0
+
+
+def test_a_stream_is_told_that_the_server_ends(make):
+    front = make().wait_ready()
+    front.script("GEN", "@accept", "@text abc", "@mark begun", "@wait-stop", "@done")
+    with front.client.stream("POST", "/completion", json={"prompt": "x", "stream": True}) as answer:
+        front.wait_mark("begun")
+        front.signal()
+        got = events("".join(answer.iter_text()))
+    assert "ending" in got[-1]["error"]["message"]
+    assert front.wait() == 0
+    assert front.verbs()[-1] == "STOP"
+
+
+def test_a_running_save_is_finished_and_answered(make):
+    front = make().wait_ready()
+    front.chat()
+    front.script("SAVE", "SWAIT capture 60", "@mark begun", "@wait go", "@default")
+    with front.meanwhile(lambda: front.slot("save", "a.bin")) as answers:
+        front.wait_mark("begun")
+        front.signal()
+        with httpx.Client(base_url=front.client.base_url) as other:
+            front.wait_for(lambda: other.get("/health").json()["status"] == "ending", "the end to begin")
+            refused = other.post("/completion", json={"prompt": "x", "stream": True}, timeout=0.5)
+            assert "ending" in refused.text
+        front.mark("go")
+    assert answers[0].status_code == 200
+    assert front.wait() == 0
+    assert json.loads((front.saved / "a.bin").read_text())
+
+
+def test_a_second_signal_ends_at_once_and_the_old_file_stays(make):
+    front = make(save_at_exit="a.bin").wait_ready()
+    front.chat()
+    front.slot("save", "a.bin")
+    before = (front.saved / "a.bin").read_bytes()
+    front.script("SAVE", "SWAIT capture 60", "@mark begun", "@deaf")
+    front.signal()
+    front.wait_mark("begun")
+    front.signal()
+    assert front.wait() == 0
+    assert (front.saved / "a.bin").read_bytes() == before
+    assert "not saved at exit" in front.log
+
+
+def test_a_signal_while_loading(make, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "START").write_text("@mark begun\n@deaf\n")
+    front = make(save_at_exit="a.bin")
+    front.wait_mark("begun")
+    front.signal()
+    assert front.wait() == 0
+
+
+def test_a_conversation_survives_the_server(make):
+    names = {"restore_at_start": "a.bin", "save_at_exit": "a.bin"}
+    front = make(**names).wait_ready()
+    assert "nothing to restore" in front.log
+    n_held = front.chat("remember this").json()["usage"]["total_tokens"] - 1
+    front.signal()
+    assert front.wait() == 0
+    assert f"save 'a.bin': {n_held} tokens" in front.log
+    front = make(**names).wait_ready()
+    assert front.client.get("/slots").json()[0]["n_prompt_tokens"] == n_held
+    assert f"restore 'a.bin': {n_held} tokens" in front.log
+
+
+def test_nothing_held_saves_nothing_at_exit(make):
+    front = make(save_at_exit="a.bin").wait_ready()
+    front.signal()
+    assert front.wait() == 0
+    assert not os.listdir(front.saved)
+    assert "nothing complete is held" in front.log
+
+
+def test_a_file_that_was_refused_at_start_is_not_overwritten_at_exit(make, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "a.bin").write_text("another model's conversation")
+    front = make(restore_at_start="a.bin", save_at_exit="a.bin").wait_ready()
+    assert "'a.bin' was not restored" in front.log
+    front.chat()
+    front.signal()
+    assert front.wait() == 0
+    assert (front.saved / "a.bin").read_text() == "another model's conversation"
+    assert json.loads((front.saved / "a.bin.new").read_text())
+
+
+def test_a_restore_that_kills_the_child_at_start_leaves_a_working_server(make, tmp_path):
+    for folder in ("saved", "scripts"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "saved" / "a.bin").write_text("[1]")
+    (tmp_path / "scripts" / "RESTORE").write_text("FATAL a pool was half written\n@exit 1\n")
+    front = make(restore_at_start="a.bin").wait_ready()
+    assert front.chat().status_code == 200
+    assert len(front.pids()) == 2
+
+
+def test_a_killed_front_leaves_no_child(make):
+    front = make().wait_ready()
+    front.chat()
+    front.signal(signal.SIGKILL)
+    assert front.wait() == -signal.SIGKILL
+    front.wait_for(lambda: not running(front.pids()[0]), "the child to end")
+
+
+def test_an_engine_that_cannot_start_ends_the_front_with_its_words(make, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "START").write_text("@stderr tiny.gguf: no such tensor\n@exit 1\n")
+    front = make()
+    assert front.wait() == 1
+    assert "strata: the engine ended with exit status 1: tiny.gguf: no such tensor" in front.log
+
+
+def test_a_model_without_a_tokenizer_ends_the_front(make, tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"not a model")
+    front = make()
+    assert front.wait() == 1
+    assert "tiny.gguf" in front.log
+
+
+def test_an_address_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = httpfront.FrontOptions(port=port, model="none.gguf")
+        with pytest.raises(httpfront.FrontError, match=f"127.0.0.1:{port}.*in use"):
+            httpfront.serve(options, ["false"])
+
+
+def test_an_address_that_is_none():
+    options = httpfront.FrontOptions(port=1, model="none.gguf", access=httpfront.Access(host="no such host"))
+    with pytest.raises(httpfront.FrontError, match="no such host"):
+        httpfront.serve(options, ["false"])
+
+
+def test_a_program_that_is_none(tmp_path):
+    model = write_tokenizer_model(tmp_path / "tiny.gguf")
+    front = RunningFront(tmp_path, model, command=["/nonexistent/engine"], wait=False)
+    front._thread.join(DEADLINE_S)
+    assert "could not be started" in str(front.server.failure)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 in this Python")
+def test_ipv6():
+    try:
+        listener = httpfront.listen("::1", 0)
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    with listener:
+        assert listener.family == socket.AF_INET6
