@@ -7,6 +7,7 @@ printed, but for directives:
     @default        do what would be done without a script
     @accept         the lines of an accepted request, up to the answer
     @text TEXT      the tokens of TEXT, one line each
+    @ids IDS        the same of ids with commas between
     @done           the DONE line
     @mark NAME      create FOLDER/NAME
     @wait NAME      wait until FOLDER/NAME exists
@@ -116,9 +117,12 @@ class Child:
         self.say(f"REUSED {n_reused}")
 
     def do_text(self, text: str) -> None:
-        self.do_ids(to_ids(text))
+        self.emit(to_ids(text))
 
-    def do_ids(self, ids: list[int]) -> None:
+    def do_ids(self, ids: str) -> None:
+        self.emit([int(one) for one in ids.split(",")])
+
+    def emit(self, ids: list[int]) -> None:
         for token_id in ids:
             if self.stopped.is_set() or len(self.answer) >= self.request[1]:
                 return
@@ -183,7 +187,7 @@ class Child:
             self.say(f"ERR prompt {len(ids)} + max_new {max_new} + 8 > max_context {N_CTX}")
             return
         self.do_accept("")
-        self.do_ids([*to_ids(ANSWER), END_ID])
+        self.emit([*to_ids(ANSWER), END_ID])
         self.do_done("")
 
     def save(self, path: str) -> None:
