@@ -316,6 +316,7 @@ class BlockReader:
         _check_path(path)
         self._path = path
         self._blocks: list[np.ndarray] = []
+        self._pending: Future | None = None
 
     def __enter__(self) -> "BlockReader":
         with contextlib.ExitStack() as undo:
@@ -339,7 +340,7 @@ class BlockReader:
 
     def _forget_all(self) -> None:
         if self._blocks:  # a file that was only looked into keeps its place in the cache
-            self._blocks = []
+            self._blocks, self._pending = [], None
             _forget(self._descriptor, 0, 0)
 
     def _open(self) -> int:
@@ -379,7 +380,8 @@ class BlockReader:
 
     def next_block(self) -> np.ndarray:
         """The next block; it is overwritten when the one after it is asked for."""
-        block = self._pending.result()
+        pending, self._pending = self._pending, None
+        block = pending.result()
         self._ahead(self._offset + BLOCK_BYTES)
         return block
 
