@@ -1,7 +1,7 @@
 """Control vectors: directions that are added to the residual after each layer.
 
-It owns reading them from a GGUF and their digest; it knows no model but the two sizes that it checks. Invariant: a table
-that was loaded fits the model, so adding a row cannot fail. Read next: model.py, which adds them.
+It owns reading them from a GGUF and their digest; it knows no model but the two sizes that it checks. Invariant: a
+table that was loaded fits the model, so adding a row cannot fail. Read next: model.py, which adds them.
 """
 
 import numpy as np

@@ -418,7 +418,8 @@ class Session:
         available = _available_bytes()
         if available >= floor * MIB and need_bytes <= available - floor * MIB:
             return None
-        return f"{need_bytes / MIB:.0f} MiB of RAM needed above a floor of {floor} MiB, {available // MIB} MiB available"
+        need, free = need_bytes / MIB, available // MIB
+        return f"{need:.0f} MiB of RAM are needed above a floor of {floor} MiB, {free} MiB are available"
 
     def restore(self, path: str, *, progress=None, phase=None) -> Outcome:
         """Replace the live conversation and its checkpoints by those of a file; parked ones stay.
@@ -488,6 +489,7 @@ class _Generation:
         self.context[: len(request.prompt)] = request.prompt
         self.n_context = len(request.prompt)
         self.finish = ""
+        self.residual: np.ndarray | None = None  # [1, C, N] of the prompt's last token
         self.drafts_accepted = self.drafts_offered = 0
 
     @property
@@ -500,15 +502,13 @@ class _Generation:
         started = time.perf_counter()
         n_reused = self.session.resume(self.request.prompt)
         yield Resume(n_reused)
-        residual = None
-        for residual, event in self._read_prompt(started):
-            yield event
+        yield from self._read_prompt(started)
         yield Reused(n_reused)
         prompt_ms = 1e3 * (time.perf_counter() - started)
         started = time.perf_counter()
         n_prompt, is_read = len(self.request.prompt), not self.finish
         if is_read:
-            for token in self._answer(residual):
+            for token in self._answer():
                 yield Token(token)
         self.session.finish(complete=is_read and self.request.checkpoint)
         yield Done(
@@ -519,8 +519,8 @@ class _Generation:
 
     # --- the prompt
 
-    def _read_prompt(self, started: float):
-        """Read what is not held, chunk by chunk; yields the last residual row and the progress after each."""
+    def _read_prompt(self, started: float) -> Iterator[PromptProgress]:
+        """Read what is not held, chunk by chunk; leaves the residual of the last token for the answer."""
         prompt, n_prompt = self.request.prompt, len(self.request.prompt)
         marks = self._checkpoint_marks()
         resumed = self.cache.n_tokens
@@ -538,7 +538,8 @@ class _Generation:
                 self._checkpoint(root=marks.get(last, False))
             seconds = time.perf_counter() - started
             rate = (last - resumed) / seconds if seconds else 0.0
-            yield residual[-1:], PromptProgress(last, n_prompt, 1e3 * seconds, rate)
+            self.residual = residual[-1:]
+            yield PromptProgress(last, n_prompt, 1e3 * seconds, rate)
 
     def _checkpoint_marks(self) -> dict[int, bool]:
         """Positions of the prompt at which to take a checkpoint, and whether it is the root.
@@ -572,8 +573,9 @@ class _Generation:
 
     # --- the answer
 
-    def _answer(self, residual: np.ndarray) -> Iterator[int]:
+    def _answer(self) -> Iterator[int]:
         """Tokens until one ends the answer or the request; the last one emitted is never consumed."""
+        residual = self.residual
         if not self.request.max_new:
             self.finish = "length"
             return

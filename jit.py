@@ -1,8 +1,8 @@
 """How Numba is set up: where compiled kernels are kept, how threads wait, what every kernel is compiled with.
 
 It owns the settings that must stand before numba is imported; it knows no kernel. Invariant: a kernel that was compiled
-from other sources is never loaded, because the cache folder is named by a digest of all of them (Numba itself looks only
-at the file of the outermost function). Read next: simd.py.
+from other sources is never loaded, because the cache folder is named by a digest of all of them (Numba itself looks
+only at the file of the outermost function). Read next: simd.py.
 """
 
 import hashlib

@@ -1,11 +1,11 @@
 """The operations of a forward pass on the CPU, in Numba.
 
-It owns arithmetic on plain arrays; it knows no layer, no token and no file. Invariant: what is computed for a token does
-not depend on which other tokens stand in the same call or how many threads run it: every sum has one fixed order.
+It owns arithmetic on plain arrays; it knows no layer, no token and no file. Invariant: what is computed for a token
+does not depend on which other tokens stand in the same call or how many threads run it: every sum has a fixed order.
 kernels_cuda.py has the same names. Read next: model.py.
 
-Weights lie in *packs*: sixteen rows side by side in the lanes of a vector, so no sum runs across lanes, and blocks of 32
-(K types: 256) input columns, in as many bits as in the file. Inside a block the codes stand in *quads*: four columns of
+Weights lie in *packs*: sixteen rows side by side in the lanes of a vector, so no sum runs across lanes, and blocks of
+32 (K types: 256) input columns, in as many bits as in the file. Inside a block the codes stand in *quads*: four columns of
 sixteen rows, 64 bytes, a row's four bytes in one 32-bit lane.
 """
 
@@ -20,6 +20,8 @@ from jit import njit
 ROWS = 16  # rows of a pack, the lanes of a vector
 BLOCK = 32  # columns decoded at once
 TILE = 64  # tokens that share one decoding of a block
+# Multiply-adds below which one thread is faster: waking a second one costs some 5 us, and far more on a busy machine.
+PARALLEL_WORK = 500_000
 
 F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K = range(9)
 BLOCK_COLUMNS = {F32: 32, F16: 32, BF16: 32, Q8_0: 32, Q4_0: 32, Q4_1: 32, Q4_K: 256, Q5_K: 256, Q6_K: 256}
@@ -375,17 +377,29 @@ def _row_group(kind, data, at, n_cols, x, first, n_tokens, sums):
             token += 1
 
 
+@njit
+def _matmul_group(kind, data, group_bytes, n_rows, n_cols, x, out, group):
+    """The outputs of row group `group` for every row of x."""
+    sums = carray(simd.stack_f32(1024), (1024,))
+    n = min(ROWS, n_rows - group * ROWS)
+    for first in range(0, x.shape[0], TILE):
+        n_tokens = min(TILE, x.shape[0] - first)
+        _row_group(kind, data, group * group_bytes, n_cols, x, first, n_tokens, sums)
+        for token in range(n_tokens):
+            for row in range(n):
+                out[first + token, group * ROWS + row] = sums[token * ROWS + row]
+
+
+@njit
+def _matmul_serial(kind, data, group_bytes, n_rows, n_cols, x, out):
+    for group in range((n_rows + ROWS - 1) // ROWS):
+        _matmul_group(kind, data, group_bytes, n_rows, n_cols, x, out, group)
+
+
 @njit(parallel=True)
-def _matmul(kind, data, group_bytes, n_rows, n_cols, x, out):
+def _matmul_parallel(kind, data, group_bytes, n_rows, n_cols, x, out):
     for group in prange((n_rows + ROWS - 1) // ROWS):
-        sums = carray(simd.stack_f32(1024), (1024,))
-        n = min(ROWS, n_rows - group * ROWS)
-        for first in range(0, x.shape[0], TILE):
-            n_tokens = min(TILE, x.shape[0] - first)
-            _row_group(kind, data, group * group_bytes, n_cols, x, first, n_tokens, sums)
-            for token in range(n_tokens):
-                for row in range(n):
-                    out[first + token, group * ROWS + row] = sums[token * ROWS + row]
+        _matmul_group(kind, data, group_bytes, n_rows, n_cols, x, out, group)
 
 
 @njit
@@ -435,7 +449,9 @@ def _gather_rows(kind, data, group_bytes, n_cols, ids, out):
 
 def matmul(weights, x, out):
     """out = x times the transposed weights; x float32 [T, n_cols], out float32 [T, n_rows], both C-contiguous."""
-    _matmul(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, out)
+    small = x.shape[0] * weights.n_rows * weights.n_cols < PARALLEL_WORK
+    run = _matmul_serial if small else _matmul_parallel
+    run(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, out)
 
 
 def expert_matmul(weights, x, offsets, out):
@@ -469,11 +485,11 @@ def _inverse_rms(x, at, n, eps):
     return np.float32(1) / np.sqrt(_square_sum(x, at, n) / np.float32(n) + eps)
 
 
-@njit(parallel=True)
+@njit
 def rms_norm(x, weight, eps, out):
     """out[r] = x[r] / sqrt(mean(x[r]**2) + eps) * weight[r mod C]; x, out float32 [R, N], weight [C, N]."""
     n = x.shape[1]
-    for row in prange(x.shape[0]):
+    for row in range(x.shape[0]):
         scale = _inverse_rms(x, row * n, n, eps)
         w = row % weight.shape[0]
         for k in range(n):
@@ -481,18 +497,11 @@ def rms_norm(x, weight, eps, out):
 
 
 @njit
-def _silu_row(gate, up, at, n, out):
-    for k in range(0, n - n % ROWS, ROWS):
-        g = simd.load(gate, at + k)
-        simd.store(out, at + k, simd.mul(simd.mul(g, simd.sigmoid(g)), simd.load(up, at + k)))
-
-
-@njit(parallel=True)
 def silu_mul(gate, up, out):
     """out = gate * sigmoid(gate) * up; float32 [T, N], N a multiple of 16."""
-    n = gate.shape[1]
-    for row in prange(gate.shape[0]):
-        _silu_row(gate, up, row * n, n, out)
+    for k in range(0, gate.size, ROWS):
+        g = simd.load(gate, k)
+        simd.store(out, k, simd.mul(simd.mul(g, simd.sigmoid(g)), simd.load(up, k)))
 
 
 @njit
@@ -529,7 +538,7 @@ def add_scaled_rows(x, scale, y):
 
 @njit
 def rope_table(positions, inverse_frequency, cos, sin):
-    """cos and sin of position * frequency, taken in float64; positions int64 [T], cos and sin float32 [T, n_rot / 2]."""
+    """cos, sin (float32 [T, n_rot / 2]) of position * frequency, taken in float64; positions int64 [T]."""
     for t in range(len(positions)):
         for k in range(len(inverse_frequency)):
             angle = positions[t] * inverse_frequency[k]
@@ -549,7 +558,7 @@ def _rotate(x, cos, sin, paired):
 
 @njit
 def norm_rope_heads(x, weight, eps, cos, sin, paired):
-    """RMS norm (weight float32 [1, D], or [0, D] for none) and rotation of the first dimensions of every head, in place.
+    """RMS norm (weight float32 [1, D], or [0, D] for none) and rotation of each head's first dimensions, in place.
 
     x float32 [T, heads, D]; cos, sin [T, n_rot / 2]; `paired` rotates (2k, 2k + 1) instead of (k, k + n_rot / 2).
     """
@@ -819,18 +828,23 @@ def _attend_tile(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pag
             row[k] = result[i * width + k] / total[i]
 
 
-@njit(parallel=True)
+@njit
 def attention(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
     """Causal attention of T tokens at cells position..position+T-1 over every cell up to their own.
 
     q, out float32 [T, H, D]; pools as in `append_cells`, K heads shared by H / K query heads in order. The softmax is
     taken per segment of 64 pages and merged in order, so neither T nor the number of threads changes a bit.
     """
-    n_kv, pages = k_codes.shape[1], np.empty(0, np.int32)
     if q.shape[0] == 1:
-        _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, (position + PAGE) // PAGE, q, 0,
-                    position, scale, out)
-        return
+        _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, np.empty(0, np.int32),
+                    (position + PAGE) // PAGE, q, 0, position, scale, out)
+    else:
+        _attend_tiles(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+
+
+@njit(parallel=True)
+def _attend_tiles(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
+    n_kv, pages = k_codes.shape[1], np.empty(0, np.int32)
     tiles = (q.shape[0] + TOKENS - 1) // TOKENS
     for job in prange(tiles * n_kv):
         token = job // n_kv * TOKENS
@@ -840,20 +854,41 @@ def attention(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, pos
                      scale, out)
 
 
+@njit
+def _attend_job(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position, scale,
+                partial, peaks, sums, job):
+    """Segment job // K of K/V head job mod K for one token."""
+    n_kv = k_codes.shape[1]
+    group, first = q.shape[1] // n_kv, job // n_kv * SEGMENT
+    scores, cell = np.empty(group * SEGMENT * PAGE, np.float32), np.empty(q.shape[2], np.float32)
+    _attend_segment(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, first,
+                    min(first + SEGMENT, n_pages), job % n_kv, q, token, 1, group, position, scale, scores, cell,
+                    partial[job], peaks[job], sums[job])
+
+
 @njit(parallel=True)
+def _attend_jobs_parallel(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token,
+                          position, scale, partial, peaks, sums):
+    for job in prange(len(partial)):
+        _attend_job(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position,
+                    scale, partial, peaks, sums, job)
+
+
+@njit
 def _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position, scale,
                 out):
-    """One token, its segments in parallel, merged in order: the sums of `_attend_tile`."""
+    """One token, its segments in any order, then merged in theirs: the sums of `_attend_tile`."""
     n_heads, width, n_kv = q.shape[1], q.shape[2], k_codes.shape[1]
     group, n_segments = n_heads // n_kv, (n_pages + SEGMENT - 1) // SEGMENT
     partial = np.empty((n_segments * n_kv, group * width), np.float32)
     peaks, sums = np.empty((n_segments * n_kv, group), np.float32), np.empty((n_segments * n_kv, group), np.float32)
-    for job in prange(n_segments * n_kv):
-        scores, cell = np.empty(group * SEGMENT * PAGE, np.float32), np.empty(width, np.float32)
-        first = job // n_kv * SEGMENT
-        _attend_segment(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, first,
-                        min(first + SEGMENT, n_pages), job % n_kv, q, token, 1, group, position, scale, scores, cell,
-                        partial[job], peaks[job], sums[job])
+    if n_pages * PAGE * n_heads * width < PARALLEL_WORK:
+        for job in range(n_segments * n_kv):
+            _attend_job(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position,
+                        scale, partial, peaks, sums, job)
+    else:
+        _attend_jobs_parallel(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token,
+                              position, scale, partial, peaks, sums)
     top, total, result = np.zeros(group, np.float32), np.zeros(group, np.float32), np.empty(group * width, np.float32)
     for head in range(n_kv):
         total[:] = np.float32(0)

@@ -14,8 +14,8 @@ from kernels_cpu import CELL_F16, CELL_F32, CELL_INT8, CELL_Q4_0, PAGE, SCALE_GR
 
 GEOMETRY_SLOTS = (
     "n_embd", "n_layers", "qsa_interval", "ssm_state_size", "ssm_k_heads", "ssm_v_heads", "ssm_d_conv",
-    "ssm_conv_channels", "ssm_value_dim", "n_head", "n_head_kv", "head_dim", "idx_q_heads", "idx_key_dim", "hc", "hc_lr",
-    "n_expert", "n_ff",
+    "ssm_conv_channels", "ssm_value_dim", "n_head", "n_head_kv", "head_dim", "idx_q_heads", "idx_key_dim", "hc",
+    "hc_lr", "n_expert", "n_ff",
 )  # fmt: skip
 PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
 
@@ -29,7 +29,7 @@ class CellFormat(NamedTuple):
 
     @property
     def rotate_k(self) -> bool:
-        """Whether K (and so the query) is stored after a Hadamard rotation: 4 bits need it, outliers would ruin them."""
+        """Whether K (and so the query) is stored after a Hadamard rotation, which spreads outliers over 4-bit codes."""
         return self.k_storage == CELL_Q4_0
 
     @property
@@ -49,7 +49,8 @@ EXACT = CellFormat(-1, CELL_F32, CELL_F32)
 
 def head_bytes(storage: int, head_dim: int) -> int:
     """Bytes of one head's K or V in one cell, scales apart."""
-    return {CELL_F16: 2 * head_dim, CELL_INT8: head_dim, CELL_Q4_0: head_dim // 32 * 18, CELL_F32: 4 * head_dim}[storage]
+    sizes = {CELL_F16: 2 * head_dim, CELL_INT8: head_dim, CELL_Q4_0: head_dim // 32 * 18, CELL_F32: 4 * head_dim}
+    return sizes[storage]
 
 
 def scale_bytes(storage: int, head_dim: int) -> int:

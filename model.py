@@ -50,7 +50,7 @@ class Model:
     # --- passes
 
     def append(self, cache: kvcache.Cache, ids: np.ndarray) -> Window:
-        """Read T tokens behind those that `cache` holds and commit them all; returns the residual and nothing to undo."""
+        """Read T tokens behind those that `cache` holds and commit them all."""
         window = Window(ids)
         self._trunk(cache, window, hold=False)
         cache.commit(ids)
@@ -67,7 +67,8 @@ class Model:
         state = cache.state
         for index, (raw, alpha, beta) in window.delta.items():
             layer = self._mixers(DeltaNet)[index]
-            self._delta_scan(layer, raw[:n_keep], alpha[:n_keep], beta[:n_keep], state.conv(index), state.recurrent(index))
+            inputs = (part[:n_keep] for part in (raw, alpha, beta))
+            self._delta_scan(layer, *inputs, state.conv(index), state.recurrent(index))
         for index, raw in window.index_keys.items():
             layer = self._mixers(Attention)[index]
             tail, dead = state.tail(index), state.spare_key(index)
@@ -190,8 +191,7 @@ class Model:
         c, ops, n_tokens = self.config, self.ops, len(x)
         q, k, v = (self._matmul(weights, x) for weights in (layer.q, layer.k, layer.v))
         if layer.biases:
-            for projected, bias in zip((q, k, v), layer.biases, strict=True):
-                projected += bias
+            q, k, v = (projected + bias for projected, bias in zip((q, k, v), layer.biases, strict=True))
         gate = None
         q = q.reshape(n_tokens, c.n_head, -1)
         if c.gated:

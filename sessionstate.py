@@ -1,8 +1,8 @@
 """A cache as the image of a session file, and back.
 
 It owns what a save puts into an image and the checks of an image against a running cache; it knows no disk and no
-model. Invariant: an image that `validate` accepts fits the cache in every size, so filling it cannot fail for any reason
-that lies in the file. Read next: engine.py for the order of events, sessionlayout.py for the records.
+model. Invariant: an image that `validate` accepts fits the cache in every size, so filling it cannot fail for any
+reason that lies in the file. Read next: engine.py for the order of events, sessionlayout.py for the records.
 """
 
 import numpy as np

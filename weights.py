@@ -1,8 +1,8 @@
 """A GGUF file as hyper-parameters and weights.
 
-It owns metadata keys, tensor names, shape checks and the two repackings that the family's files need; it knows no order
-of operations. Invariant: what it returns is complete and consistent, so a forward pass never meets a missing or misshapen
-tensor; every refusal is a `ModelError` that names the file and the part. Read next: model.py.
+It owns metadata keys, tensor names, shape checks and the two repackings that the family's files need; it knows no
+order of operations. Invariant: what it returns is complete and consistent, so a forward pass never meets a missing or
+misshapen tensor; every refusal is a `ModelError` that names the file and the part. Read next: model.py.
 
 Shapes: C residual streams, N width, H query heads, K kv heads, D head width, V vocabulary.
 """
@@ -264,11 +264,13 @@ def read_config(path, fields, tensors) -> ModelConfig:
 
 def _check_config(path, c: ModelConfig) -> None:
     """Relations that the kernels rely on; each breach is one line."""
+    vector_widths = (c.n_embd, c.n_ff, c.n_ff_shared, c.hc_rank, c.idx_dim)
     checks = [
         (c.n_head_kv > 0 and c.n_head % max(c.n_head_kv, 1) == 0, f"{c.n_head} heads over {c.n_head_kv} kv heads"),
         (c.head_dim > 0 and c.head_dim % 16 == 0, f"a head width of {c.head_dim}; expected a multiple of 16"),
         (0 < c.n_rot <= c.head_dim and c.n_rot % 2 == 0, f"{c.n_rot} rotated of {c.head_dim} dimensions"),
-        (c.rope_base > 0 and c.rope_factor > 0 and c.rms_eps > 0, "a rope base, factor or epsilon that is not positive"),
+        (c.rope_base > 0 and c.rope_factor > 0 and c.rms_eps > 0, "a rope base, factor or epsilon of 0 or less"),
+        (not any(width % 16 for width in vector_widths), f"widths {vector_widths}; expected multiples of 16"),
         (c.n_expert_used <= c.n_expert, f"{c.n_expert_used} experts used of {c.n_expert}"),
         (c.n_vocab > 0 and c.n_ctx > 0, f"a vocabulary of {c.n_vocab} and a context of {c.n_ctx}"),
         (c.idx_top_k % 4 == 0 and c.n_rot <= (c.idx_dim or c.n_rot), f"indexer {c.idx_dim} wide, top {c.idx_top_k}"),
