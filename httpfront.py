@@ -68,6 +68,10 @@ class FrontError(Exception):
     """The front cannot start or had to give up; one line for the terminal."""
 
 
+class OptionRefused(FrontError):
+    """An option that cannot be used; named in the text."""
+
+
 @dataclass(frozen=True)
 class FrontOptions:
     """What the HTTP options of ``--serve`` say, checked."""
@@ -80,10 +84,71 @@ class FrontOptions:
     save_at_exit: str | None = None
     silence_s: float = 300.0
 
+    @classmethod
+    def from_flags(cls, model: str, slot_save_path: str | None, **flags: str | int | None) -> "FrontOptions":
+        """The options as they stand on the command line; raises OptionRefused."""
+        named = {flag: flags[flag] for flag in ("session_restore_at_start", "session_save_at_exit")}
+        for flag, name in named.items():
+            if name is not None:
+                _check_session_flag(f"--{flag.replace('_', '-')}", name, slot_save_path)
+        host, port = _address(flags["http"], flags["host"])
+        return cls(
+            port=port,
+            model=model,
+            access=Access(
+                host,
+                _key(flags["api_key"]),
+                tuple(map(_origin, _parts("--trusted-origin", flags["trusted_origin"]))),
+                tuple(_parts("--allowed-host", flags["allowed_host"])),
+            ),
+            slot_save_path=slot_save_path,
+            restore_at_start=flags["session_restore_at_start"],
+            save_at_exit=flags["session_save_at_exit"],
+            silence_s=flags["engine_silence_s"],
+        )
+
     @property
     def model_id(self) -> str:
         """The file's name without its ending and without the number of a part."""
         return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", os.path.basename(self.model), flags=re.IGNORECASE)
+
+
+def _check_session_flag(flag: str, name: str, slot_save_path: str | None) -> None:
+    if slot_save_path is None:
+        raise OptionRefused(f"{flag} needs --slot-save-path")
+    try:
+        check_filename(name)
+    except NameRefused as error:
+        raise OptionRefused(f"{flag}: {error}") from error
+
+
+def _address(http: str, host: str | None) -> tuple[str, int]:
+    """Host and port of ``[HOST:]PORT``; an IPv6 address stands in brackets."""
+    given, _, port = http.rpartition(":")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16):
+        raise OptionRefused(f"--http: {http!r} is not [HOST:]PORT with a port from 0 to 65535")
+    if given and host:
+        raise OptionRefused(f"--http names the host {given!r} and --host {host!r}; give one of them")
+    return (given or host or "127.0.0.1").removeprefix("[").removesuffix("]"), int(port)
+
+
+def _key(key: str | None) -> str | None:
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise OptionRefused("--api-key: only printable ASCII without blanks can be sent in a header")
+    return key
+
+
+def _parts(flag: str, text: str | None) -> list[str]:
+    parts = [part.strip() for part in (text or "").split(",")] if text else []
+    if not all(parts):
+        raise OptionRefused(f"{flag}: {text!r} has an empty part")
+    return parts
+
+
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s?#@]+", text):
+        raise OptionRefused(f"--trusted-origin: {text!r} is not like https://example.org: no path, no slash at the end")
+    return text.lower()
 
 
 # --- Starting and ending ---

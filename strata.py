@@ -103,8 +103,9 @@ def get_parser(*, commands: bool = True) -> argparse.ArgumentParser:
 
 def _add_serve_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("options of --serve")
-    for option in SERVE_OPTIONS:
-        group.add_argument(
+    front = parser.add_argument_group("options of --serve with --http")
+    for option in ALL_OPTIONS:
+        (group if option in SERVE_OPTIONS else front).add_argument(
             _flag(option.name),
             dest=f"serve_{option.name}",
             default=argparse.SUPPRESS,
@@ -297,30 +298,52 @@ SERVE_OPTIONS = (
     ),
 )
 
+# The front checks these further: it knows what a name, an origin or a host is.
+HTTP_OPTIONS = (
+    Option("http", str, None, _text, "[HOST:]PORT", "serve HTTP there; the engine runs as a child process"),
+    Option("host", str, None, _text, "HOST", "address to listen on, where --http names none (127.0.0.1 unless given)"),
+    Option("api_key", str, None, _text, "KEY", "what clients must send; without one, only known Host names are served"),
+    Option("trusted_origin", str, None, _text, "ORIGIN[,ORIGIN]", "web pages that may use the server from a browser"),
+    Option("allowed_host", str, None, _text, "HOST[,HOST]", "further names under which this server is reached"),
+    Option("session_restore_at_start", str, None, _text, "NAME", "session file to restore when the server has started"),
+    Option("session_save_at_exit", str, None, _text, "NAME", "session file to save to when the server ends"),
+    Option("engine_silence_s", int, 300, _number(1), "N", "seconds of silence that end the engine (default: 300)"),
+)
+ALL_OPTIONS = SERVE_OPTIONS + HTTP_OPTIONS
+
 
 def _given_serve_options(args: argparse.Namespace) -> dict[str, str | int]:
     """The options of --serve that stand on the command line."""
     given = vars(args)
-    return {option.name: given[f"serve_{option.name}"] for option in SERVE_OPTIONS if f"serve_{option.name}" in given}
+    return {option.name: given[f"serve_{option.name}"] for option in ALL_OPTIONS if f"serve_{option.name}" in given}
 
 
 def serve_options(args: argparse.Namespace) -> dict[str, str | int | None]:
-    """Every option of --serve: the flag, else the config file's value, else the default.
+    """Every option of the engine: the flag, else the config file's value, else the default.
 
     Raises UsageError for anything in the config file that is not an option of the right type.
     """
-    config = _read_config(args.config) if args.config else {}
-    defaults = {option.name: option.default for option in SERVE_OPTIONS}
-    options = defaults | config | _given_serve_options(args)
-    if options["model"] is None:
+    return _options(args)[0]
+
+
+def _options(args: argparse.Namespace) -> tuple[dict[str, str | int | None], dict[str, str | int | None]]:
+    """The options of the engine, and those of the HTTP front."""
+    given = (_read_config(args.config) if args.config else {}) | _given_serve_options(args)
+    engine, front = (
+        {option.name: given.get(option.name, option.default) for option in table}
+        for table in (SERVE_OPTIONS, HTTP_OPTIONS)
+    )
+    if engine["model"] is None:
         raise UsageError("--model is missing: name a GGUF file")
-    return options
+    if front["http"] is None and (idle := [_flag(name) for name in front if name in given]):
+        raise UsageError(f"{', '.join(idle)} without --http: there is no server to use it")
+    return engine, front
 
 
 def _read_config(path: str) -> dict[str, str | int]:
     """The options in a config file, each converted as its flag would be."""
     values = _load_json_object(path)
-    known = {option.name: option for option in SERVE_OPTIONS}
+    known = {option.name: option for option in ALL_OPTIONS}
     config = {}
     for key, value in values.items():
         if key in SPLIT_OPTIONS:
@@ -368,10 +391,12 @@ def _load_json_object(path: str) -> dict:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """The engine on stdin and stdout, until QUIT or the end of input."""
-    options = serve_options(args)
+    """The engine on stdin and stdout until QUIT or the end of input, or the HTTP front until a signal."""
+    options, http = _options(args)
     if options["slot_save_path"] is not None:
         _create_folder(options["slot_save_path"])
+    if http["http"] is not None:
+        return _run_front(options, http)
     import engine
     import model
     import serveloop
@@ -379,6 +404,20 @@ def run_serve(args: argparse.Namespace) -> int:
     try:
         return serveloop.serve(engine.EngineOptions(**options), sys.stdin.buffer, sys.stdout.buffer, _log)
     except model.ModelError as error:
+        raise CommandError(str(error)) from error
+
+
+def _run_front(options: dict, http: dict) -> int:
+    """The HTTP front; its child is this program with the engine's options."""
+    import httpfront
+
+    flags = [f"{_flag(name)}={value}" for name, value in options.items() if value is not None]
+    try:
+        front = httpfront.FrontOptions.from_flags(options["model"], options["slot_save_path"], **http)
+        return httpfront.serve(front, [sys.executable, os.path.abspath(__file__), "--serve", *flags])
+    except httpfront.OptionRefused as error:
+        raise UsageError(str(error)) from error
+    except httpfront.FrontError as error:
         raise CommandError(str(error)) from error
 
 
