@@ -55,8 +55,9 @@ def _filtered(logits: np.ndarray, options: SamplingOptions) -> tuple[np.ndarray,
     The filters look at probabilities before the temperature, so that a high temperature lets in no nonsense.
     """
     n_kept = options.top_k if 0 < options.top_k < len(logits) else len(logits)
-    candidates = np.argpartition(-logits, n_kept - 1)[:n_kept] if n_kept < len(logits) else np.arange(n_kept)
-    candidates = candidates[np.lexsort((candidates, -logits[candidates]))]
+    least = np.partition(logits, -n_kept)[-n_kept]
+    candidates = np.flatnonzero(logits >= least)  # more than top_k where several are equal to the least
+    candidates = candidates[np.argsort(-logits[candidates], kind="stable")][:n_kept]
     scores = logits[candidates].astype(np.float64)
     weights = np.exp(scores - scores[0])
     if options.top_p < 1:
@@ -66,4 +67,5 @@ def _filtered(logits: np.ndarray, options: SamplingOptions) -> tuple[np.ndarray,
     if options.min_p > 0:
         keep = weights >= options.min_p * weights[0]
         candidates, scores = candidates[keep], scores[keep]
-    return candidates, np.exp((scores - scores[0]) / options.temperature)
+    with np.errstate(over="ignore"):  # so small a temperature leaves the best token alone, as it should
+        return candidates, np.exp((scores - scores[0]) / options.temperature)

@@ -1,0 +1,144 @@
+"""Engines over the small models of tests/data/model, and what a session holds as values that compare.
+
+Nothing here depends on how much RAM or disk the machine has free: the floors are 0 unless a test sets them.
+"""
+
+import functools
+import hashlib
+import pathlib
+from typing import NamedTuple
+
+import numpy as np
+
+from engine import Done, Engine, EngineOptions, GenRequest, PromptProgress, Resume, Reused, Session, Token
+from sampling import SamplingOptions
+
+MODELS = pathlib.Path(__file__).parent / "data" / "model"
+CONTEXT = 256
+TURN = 5  # given to the models without a tokenizer as the id that starts a turn
+DEFAULTS = {
+    "max_context": CONTEXT,
+    "threads": 1,
+    "conversation_cache_min_free_mib": 0,
+    "session_min_free_mib": 0,
+}
+
+
+def new_engine(name: str, **options) -> Engine:
+    """An engine of its own, as a new process would load it."""
+    engine = Engine.load(EngineOptions(model=str(MODELS / f"{name}.gguf"), **(DEFAULTS | options)))
+    if engine.turn_start_id is None:
+        engine.turn_start_id = TURN
+    return engine
+
+
+@functools.cache
+def shared_engine(name: str, **options) -> Engine:
+    """An engine never changes, so tests share it; what one wants to change in it, it takes `new_engine` for."""
+    return new_engine(name, **options)
+
+
+def new_session(name: str = "qwen4exp", **options) -> Session:
+    return Session(shared_engine(name, **options))
+
+
+def ids(n: int, seed: int = 0) -> np.ndarray:
+    """`n` arbitrary token ids below every vocabulary's size, none of which starts a turn or ends an answer."""
+    return np.random.default_rng(seed).integers(6, 96, n, dtype=np.int32)
+
+
+def joined(*parts) -> np.ndarray:
+    return np.concatenate([np.atleast_1d(np.asarray(part, np.int32)) for part in parts])
+
+
+class Reply(NamedTuple):
+    """What one request answered."""
+
+    tokens: list[int]
+    done: Done
+    events: list
+
+    @property
+    def reused(self) -> int:
+        return self.done.reused
+
+
+def ask(session: Session, prompt, max_new: int = 8, *, stopped=lambda: False, stop=(), checkpoint=True, **sampling):
+    """Run a request to its end and hold the order of its events and what they count against each other."""
+    prompt = joined(prompt)
+    request = GenRequest(prompt, max_new, SamplingOptions(**sampling), frozenset(stop), checkpoint)
+    events = list(session.generate(request, stopped))
+    done, tokens = events[-1], [event.id for event in events if isinstance(event, Token)]
+    kinds = [type(event) for event in events]
+    n_chunks = kinds.count(PromptProgress)
+    assert kinds == [Resume, *[PromptProgress] * n_chunks, Reused, *[Token] * len(tokens), Done]
+    assert (events[0].n_reused, events[n_chunks + 1].n) == (done.reused, done.reused)
+    assert (done.generated, done.n_prompt) == (len(tokens), len(prompt))
+    return Reply(tokens, done, events)
+
+
+def next_turn(prompt, reply: Reply, seed: int, n: int = 9) -> np.ndarray:
+    """The prompt of the turn behind an answered one: its tokens, the whole answer, and a new message."""
+    return joined(prompt, reply.tokens, TURN, ids(n, seed))
+
+
+# --- what is held
+
+
+def cells(pool, n_tokens: int) -> bytes:
+    """The first `n_tokens` cells of a layer, and its pooled keys with the spare row."""
+    parts = []
+    for array in (pool.k, pool.v, pool.k_scale, pool.v_scale):
+        by_cell = array.swapaxes(1, 2).reshape(-1, *array.shape[1:2], array.shape[3])
+        parts.append(by_cell[:n_tokens].tobytes())
+    rows = n_tokens // 4 + 1 if pool.index_dim else 0
+    return b"".join([*parts, pool.pooled[:rows].tobytes()])
+
+
+def trunk(session: Session) -> tuple:
+    """Everything the next logits depend on: tokens, running state, the trunk's cells."""
+    cache = session.cache
+    state = tuple(array.tobytes() for array in cache.state.arrays)
+    return cache.ids.tolist(), state, tuple(cells(pool, cache.n_tokens) for pool in cache.pools)
+
+
+def draft_cells(session: Session) -> bytes:
+    return cells(session.cache.draft_pool, session.cache.n_tokens)
+
+
+def held(session: Session) -> dict:
+    """All that a refused operation must leave alone: every byte of the pools, live, used or not, and all records."""
+    cache = session.cache
+    pools = [*cache.pools, *([cache.draft_pool] if cache.draft_pool else [])]
+    digest = hashlib.sha256()
+    for pool in pools:
+        for array in (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.pooled):
+            digest.update(array.tobytes())
+    return {
+        "pools": digest.hexdigest(),
+        "live": (session.n_tokens, cache.ids.tolist(), *(array.tobytes() for array in cache.state.arrays)),
+        "checkpoints": [record(checkpoint) for checkpoint in session.checkpoints.chain],
+        "parked": [
+            (record(entry.live), [record(c) for c in entry.checkpoints], [p.tobytes() for l in entry.cells for p in l])
+            for entry in session.parking.entries
+        ],
+        "stats": session.stats(),
+    }
+
+
+def record(checkpoint) -> tuple:
+    return checkpoint.used, checkpoint.root, *(array.tobytes() for array in checkpoint.snapshot)
+
+
+def marks(session: Session) -> list[int]:
+    """The lengths of the live conversation's checkpoints."""
+    return [checkpoint.n_tokens for checkpoint in session.checkpoints.chain]
+
+
+def tree(folder: pathlib.Path) -> dict:
+    """Every entry of a folder: its bytes, where its link points, or its kind."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        value = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else path.is_dir()
+        found[str(path.relative_to(folder))] = value
+    return found
