@@ -7,6 +7,7 @@ misshapen tensor; every refusal is a `ModelError` that names the file and the pa
 Shapes: C residual streams, N width, H query heads, K kv heads, D head width, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -127,24 +128,34 @@ class _Keys:
         self.path, self.fields = path, fields
         self.arch = self._value("general.architecture", str, None)
 
+    def _contents(self, key):
+        """A key's value, None where the file has no such key."""
+        try:
+            return self.fields[key].contents() if key in self.fields else None
+        except ValueError as error:
+            raise ModelError(f"{self.path}: {key} cannot be read: {error}") from error
+
     def _value(self, key, kind, default):
-        entry = self.fields.get(key)
-        if entry is None:
+        value = self._contents(key)
+        if value is None:
             if default is None:
                 raise ModelError(f"{self.path}: the key {key} is missing")
             return default
-        value = entry.contents()
         wanted = (int, float) if kind is float else kind
         if (isinstance(value, bool) and kind is not bool) or not isinstance(value, wanted):
             raise ModelError(f"{self.path}: {key} is {str(value)[:40]!r}, expected {kind.__name__}")
         return kind(value)
 
-    def number(self, name, default=None) -> int:
+    def whole(self, key, default=None) -> int:
         """A count, at most 2^31 (nothing in a model is larger, and a product of two must stay in range)."""
-        value = self._value(f"{self.arch}.{name}", int, default)
+        value = self._value(key, int, default)
         if not 0 <= value < 1 << 31:
-            raise ModelError(f"{self.path}: {self.arch}.{name} is {value}, expected 0 to {(1 << 31) - 1}")
+            raise ModelError(f"{self.path}: {key} is {value}, expected 0 to {(1 << 31) - 1}")
         return value
+
+    def number(self, name, default=None) -> int:
+        """A count below the architecture's prefix."""
+        return self.whole(f"{self.arch}.{name}", default)
 
     def real(self, name, default=None) -> float:
         return self._value(f"{self.arch}.{name}", float, default)
@@ -152,18 +163,23 @@ class _Keys:
     def text(self, name, default=None) -> str:
         return self._value(name, str, default)
 
-    def array(self, name, default=None) -> list:
-        return self._value(f"{self.arch}.{name}", list, default)
+    def array(self, name, kind, default=None) -> list:
+        """An array of booleans (kind bool) or of whole numbers that an int64 holds and that are not negative (int)."""
+        values = self._value(f"{self.arch}.{name}", list, default)
+        for value in values:
+            if type(value) is not kind or (kind is int and not 0 <= value < 1 << 63):
+                wanted = "booleans" if kind is bool else "numbers from 0 to 2^63 - 1"
+                raise ModelError(f"{self.path}: {self.arch}.{name} holds {str(value)[:40]!r}, expected {wanted}")
+        return values
 
     def number_or_largest(self, name, default=None) -> int:
         """A key that is one number for all layers, or an array of one a layer (of which absent layers are 0)."""
-        entry = self.fields.get(f"{self.arch}.{name}")
-        if entry is not None and isinstance(entry.contents(), list):
-            values = set(entry.contents()) - {0}
-            if len(values) != 1:
-                raise ModelError(f"{self.path}: {self.arch}.{name} differs between layers, which is not supported")
-            return int(values.pop())
-        return self.number(name, default)
+        if not isinstance(self._contents(f"{self.arch}.{name}"), list):
+            return self.number(name, default)
+        values = set(self.array(name, int)) - {0}
+        if len(values) != 1:
+            raise ModelError(f"{self.path}: {self.arch}.{name} differs between layers, which is not supported")
+        return values.pop()
 
 
 def _layer_kinds(keys: _Keys, n_layers: int) -> tuple[tuple[bool, ...], int]:
@@ -171,38 +187,55 @@ def _layer_kinds(keys: _Keys, n_layers: int) -> tuple[tuple[bool, ...], int]:
     if keys.arch not in RECURRENT:
         return (True,) * n_layers, 0
     interval = keys.number("full_attention_interval", 4)
-    flags = keys.array("attention.recurrent_layers", [])
+    flags = keys.array("attention.recurrent_layers", bool, [])
     if flags:
+        if len(flags) < n_layers:
+            name = f"{keys.arch}.attention.recurrent_layers"
+            raise ModelError(f"{keys.path}: {name} lists {len(flags)} layers, expected {n_layers}")
         return tuple(not flag for flag in flags[:n_layers]), interval
     if interval < 1:
         raise ModelError(f"{keys.path}: {keys.arch}.full_attention_interval is 0")
     return tuple((layer + 1) % interval == 0 for layer in range(n_layers)), interval
 
 
-def _ngrams(keys: _Keys) -> Ngrams | None:
-    layers = keys.array("ple.layers", [])
+def _indexed(keys: _Keys, attention_layers: tuple[bool, ...]) -> bool:
+    """Whether attention reads chosen blocks of cells; a page is such a block, so no other size will do."""
+    sizes = keys.array("attention.compress_ratios", int, [])
+    found = {size for size, attention in zip(sizes, attention_layers, strict=False) if attention}
+    if sizes and (len(sizes) < len(attention_layers) or found not in ({0}, {kvcache.PAGE})):
+        raise ModelError(
+            f"{keys.path}: {keys.arch}.attention.compress_ratios gives attention layers {sorted(found)[:9]}, "
+            f"expected 0 or {kvcache.PAGE}, the same in all {sum(attention_layers)}"
+        )
+    return found == {kvcache.PAGE}
+
+
+def _ngrams(keys: _Keys, n_vocab: int) -> Ngrams | None:
+    layers = keys.array("ple.layers", int, [])
     if not layers:
         return None
     if len(layers) != 1:
         raise ModelError(f"{keys.path}: {keys.arch}.ple.layers names {len(layers)} layers, expected one")
-    multipliers, sizes, offsets = (
-        np.array(keys.array(f"ple.{name}"), np.int64)
-        for name in ("layer_multipliers", "head_vocab_sizes", "head_offsets")
-    )
+    arrays = (keys.array(f"ple.{name}", int) for name in ("layer_multipliers", "head_vocab_sizes", "head_offsets"))
+    multipliers, sizes, offsets = arrays
     n, per_order = keys.number("ple.ngram_size"), keys.number("ple.heads_per_ngram")
-    if len(multipliers) != n or len(sizes) != (n - 1) * per_order or len(offsets) != len(sizes) or (sizes < 1).any():
+    fits = n > 1 and per_order > 0 and len(multipliers) == n and len(sizes) == len(offsets) == (n - 1) * per_order
+    if not fits or not all(sizes):
         raise ModelError(f"{keys.path}: the n-gram arrays do not fit ple.ngram_size {n} x {per_order} heads")
+    # A product beyond int64 would change sign, and its remainder with it.
+    if max(multipliers) * n_vocab >= 1 << 63:
+        raise ModelError(f"{keys.path}: {keys.arch}.ple.layer_multipliers are too large for a vocabulary of {n_vocab}")
+    eos, taps = keys.number("ple.eos_token_id"), keys.number("ple.conv_kernel")
+    if eos >= n_vocab or taps < 2:
+        raise ModelError(f"{keys.path}: n-grams end at token {eos} of {n_vocab} and fold {taps} taps, which cannot be")
     width = keys.number("embedding_length_per_layer_input")
-    return Ngrams(
-        int(layers[0]), keys.number("ple.eos_token_id"), keys.number("ple.conv_kernel"), width, multipliers, sizes,
-        offsets,
-    )  # fmt: skip
+    return Ngrams(layers[0], eos, taps, width, *(np.array(part, np.int64) for part in (multipliers, sizes, offsets)))
 
 
 def _rope_factor(keys: _Keys) -> float:
     kind = keys.text(f"{keys.arch}.rope.scaling.type", "none")
     if kind not in ("none", "linear"):
-        raise ModelError(f"{keys.path}: rope scaling {kind!r} is not supported (none, linear)")
+        raise ModelError(f"{keys.path}: rope scaling {kind[:40]!r} is not supported (none, linear)")
     return keys.real("rope.scaling.factor", 1.0) if kind == "linear" else 1.0
 
 
@@ -210,21 +243,22 @@ def read_config(path, fields, tensors) -> ModelConfig:
     """Hyper-parameters from a file's metadata; `tensors` maps names to the library's tensors."""
     keys = _Keys(path, fields)
     if keys.arch not in ARCHITECTURES:
-        raise ModelError(f"{path}: architecture {keys.arch!r} is not supported ({', '.join(ARCHITECTURES)})")
+        raise ModelError(f"{path}: architecture {keys.arch[:40]!r} is not supported ({', '.join(ARCHITECTURES)})")
     n_draft = keys.number("nextn_predict_layers", 0)
     n_layers = keys.number("block_count") - n_draft
     if n_layers < 1 or n_draft > 1:
         raise ModelError(f"{path}: {n_layers} layers and {n_draft} draft layers; expected at least 1 and at most 1")
+    if n_layers > len(tensors):
+        raise ModelError(f"{path}: {n_layers} layers, but {len(tensors)} tensors")
     attention_layers, interval = _layer_kinds(keys, n_layers)
-    if len(attention_layers) != n_layers or not any(attention_layers):
-        raise ModelError(f"{path}: {sum(attention_layers)} of {n_layers} layers are attention layers")
+    if not any(attention_layers):
+        raise ModelError(f"{path}: none of {n_layers} layers is an attention layer, expected at least one")
     n_head, n_embd = keys.number("attention.head_count"), keys.number("embedding_length")
     if not n_head or not n_embd:
         raise ModelError(f"{path}: {n_head} heads and a width of {n_embd}; neither can be 0")
-    if "token_embd.weight" not in tensors:
-        raise ModelError(f"{path}: tensor token_embd.weight is missing")
+    n_vocab = _vocabulary(path, tensors)
     head_dim = keys.number("attention.key_length", n_embd // n_head)
-    recurrent, indexed = not all(attention_layers), any(keys.array("attention.compress_ratios", []))
+    recurrent, indexed = not all(attention_layers), _indexed(keys, attention_layers)
     moe = keys.number("expert_count", 0) > 0
     config = ModelConfig(
         arch=keys.arch,
@@ -232,7 +266,7 @@ def read_config(path, fields, tensors) -> ModelConfig:
         n_embd=n_embd,
         n_layers=n_layers,
         n_draft=n_draft,
-        n_vocab=int(tensors["token_embd.weight"].shape[1]),
+        n_vocab=n_vocab,
         n_ctx=keys.number("context_length"),
         attention_layers=attention_layers,
         interval=interval,
@@ -256,25 +290,38 @@ def read_config(path, fields, tensors) -> ModelConfig:
         n_expert_used=keys.number("expert_used_count") if moe else 0,
         n_ff=keys.number_or_largest("expert_feed_forward_length" if moe else "feed_forward_length"),
         n_ff_shared=keys.number("expert_shared_feed_forward_length", 0),
-        ngrams=_ngrams(keys),
+        ngrams=_ngrams(keys, n_vocab),
     )
-    _check_config(path, config)
+    _check_config(path, config, indexed)
     return config
 
 
-def _check_config(path, c: ModelConfig) -> None:
+def _vocabulary(path, tensors) -> int:
+    """Rows of the embedding: no key is sure to hold their number."""
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{path}: tensor token_embd.weight is {'missing' if embedding is None else 'no matrix'}")
+    return int(embedding.shape[1])
+
+
+def _check_config(path, c: ModelConfig, indexed: bool) -> None:
     """Relations that the kernels rely on; each breach is one line."""
     vector_widths = (c.n_embd, c.n_ff, c.n_ff_shared, c.hc_rank, c.idx_dim)
+    reals = (c.rope_base, c.rope_factor, c.rms_eps)
     checks = [
         (c.n_head_kv > 0 and c.n_head % max(c.n_head_kv, 1) == 0, f"{c.n_head} heads over {c.n_head_kv} kv heads"),
         (c.head_dim > 0 and c.head_dim % 16 == 0, f"a head width of {c.head_dim}; expected a multiple of 16"),
         (0 < c.n_rot <= c.head_dim and c.n_rot % 2 == 0, f"{c.n_rot} rotated of {c.head_dim} dimensions"),
-        (c.rope_base > 0 and c.rope_factor > 0 and c.rms_eps > 0, "a rope base, factor or epsilon of 0 or less"),
+        (all(0 < x < math.inf for x in reals), f"rope base, rope factor and epsilon of {reals}"),
         (not any(width % 16 for width in vector_widths), f"widths {vector_widths}; expected multiples of 16"),
-        (c.n_expert_used <= c.n_expert, f"{c.n_expert_used} experts used of {c.n_expert}"),
+        (c.n_ff > 0 and (c.hc <= 1 or c.hc_rank > 0), f"a feed-forward width of {c.n_ff} and a rank of {c.hc_rank}"),
+        (min(c.n_expert, 1) <= c.n_expert_used <= c.n_expert, f"{c.n_expert_used} experts used of {c.n_expert}"),
         (c.n_vocab > 0 and c.n_ctx > 0, f"a vocabulary of {c.n_vocab} and a context of {c.n_ctx}"),
-        (c.idx_top_k % 4 == 0 and c.n_rot <= (c.idx_dim or c.n_rot), f"indexer {c.idx_dim} wide, top {c.idx_top_k}"),
     ]
+    if indexed:
+        page, text = kvcache.PAGE, f"an indexer of {c.idx_heads} heads, {c.idx_dim} wide, for {c.idx_top_k} cells"
+        checks.append((c.idx_heads > 0 and c.n_rot <= c.idx_dim and c.idx_top_k >= page, text))
+        checks.append((c.idx_top_k % page == 0, f"{c.idx_top_k} indexed cells in pages of {page}"))
     if not all(c.attention_layers):
         heads = c.gdn_k_heads > 0 and c.gdn_v_heads > 0 and c.gdn_v_heads % max(c.gdn_k_heads, 1) == 0
         checks.append((heads and c.gdn_state > 0, f"{c.gdn_v_heads} value heads over {c.gdn_k_heads} key heads"))
@@ -293,32 +340,48 @@ def _check_config(path, c: ModelConfig) -> None:
 class Loader:
     """Tensors of one model, by name, checked and packed; `tensors` maps names to the gguf library's tensors."""
 
-    def __init__(self, path, tensors, backend, log):
-        self.path, self.tensors, self.backend, self.log = path, tensors, backend, log
+    def __init__(self, path, tensors, backend, log, round_x):
+        self.path, self.tensors, self.backend, self.log, self.round_x = path, tensors, backend, log, round_x
         self.widened: dict[str, int] = {}  # type name -> bytes of the float32 that replaced it
+        self.used: set[str] = set()
 
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def tensor(self, name: str, shape: tuple[int, ...]):
-        tensor = self.tensors.get(name)
-        if tensor is None:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape in NumPy's order, rows first."""
+        if name not in self.tensors:
             raise ModelError(f"{self.path}: tensor {name} is missing")
-        found = tuple(int(n) for n in reversed(tensor.shape))
-        if found != shape:
-            raise ModelError(f"{self.path}: tensor {name} has shape {found}, expected {shape}")
-        return tensor
+        return tuple(int(n) for n in reversed(self.tensors[name].shape))
+
+    def tensor(self, name: str, shape: tuple[int, ...]):
+        """The library's tensor, once its shape is found to be `shape`."""
+        if self.shape(name) != shape:
+            raise ModelError(f"{self.path}: tensor {name} has shape {self.shape(name)}, expected {shape}")
+        self.used.add(name)
+        return self.tensors[name]
+
+    def check_all_used(self, spared: str | None) -> None:
+        """Refuse tensors that nothing reads: leaving them out would compute another model, and say nothing."""
+        unknown = sorted(n for n in self.tensors.keys() - self.used if spared is None or not n.startswith(spared))
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise ModelError(f"{self.path}: tensor {unknown[0]}{more} has no meaning in this architecture")
+
+    def floats(self, name: str, data, tensor_type) -> np.ndarray:
+        """Values of a tensor, or of some of its rows, as float32."""
+        try:
+            return dequantize(np.asarray(data), tensor_type).astype(np.float32)
+        except NotImplementedError as error:
+            type_name = tensor_type.name
+            raise ModelError(f"{self.path}: tensor {name} has type {type_name}, which cannot be read") from error
 
     def vector(self, name: str, *shape: int) -> np.ndarray:
         """A small tensor as float32 of `shape`; its own shape may lack leading ones."""
-        count = int(np.prod(shape))
-        tensor = self.tensors.get(name)
-        if tensor is not None and int(np.prod(tensor.shape)) == count and shape[0] == 1:
-            shape_in_file = tuple(int(n) for n in reversed(tensor.shape))
-        else:
-            shape_in_file = shape if tensor is None or len(tensor.shape) > 1 else (count,)
-        tensor = self.tensor(name, shape_in_file)
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
+        found, flat = self.shape(name), (math.prod(shape),)
+        same_values = math.prod(found) == flat[0] and (shape[0] == 1 or len(found) == 1)
+        tensor = self.tensor(name, found if same_values else shape)
+        return self.floats(name, tensor.data, tensor.tensor_type).reshape(shape)
 
     def matrix(self, name: str, *shape: int):
         """A packed matrix (rows, columns), or matrices (n, rows, columns)."""
@@ -329,13 +392,13 @@ class Loader:
         kind = getattr(self.backend, tensor_type.name, None)
         raw = np.asarray(data)
         if kind is None:
-            raw, kind = dequantize(raw, tensor_type), self.backend.F32
+            raw, kind = self.floats(name, raw, tensor_type), self.backend.F32
             self.widened[tensor_type.name] = self.widened.get(tensor_type.name, 0) + raw.nbytes
         elif tensor_type == GGMLQuantizationType.BF16:
             raw = raw.view(np.uint16)
         raw = raw if len(shape) == 3 else raw[None]
         try:
-            return self.backend.pack(kind, raw.reshape(*raw.shape[:2], -1), shape[-1])
+            return self.backend.pack(kind, raw.reshape(*raw.shape[:2], -1), shape[-1], round_x=self.round_x)
         except ValueError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from error
 
@@ -348,9 +411,10 @@ class Loader:
         part = np.ascontiguousarray(tensor.data[:, row_bytes * first // width : row_bytes * last // width])
         return self._pack(name, part, tensor.tensor_type, (rows, last - first))
 
-    def rows(self, name: str, n: int, first: int, last: int, columns: int):
-        """Rows first..last of each of n matrices as their own packs (fused gate and up projections)."""
-        tensor = self.tensors[name]
+    def rows(self, name: str, shape: tuple[int, int, int], first: int, last: int):
+        """Rows first..last of each of several matrices (n, rows, columns) as their own packs (fused projections)."""
+        n, _, columns = shape
+        tensor = self.tensor(name, shape)
         part = np.ascontiguousarray(tensor.data[:, first:last])
         return self._pack(name, part, tensor.tensor_type, (n, last - first, columns))
 
@@ -485,40 +549,63 @@ class Weights:
 # --- files to weights ---------------------------------------------------------------------------------------------
 
 
-def load_model(path, backend, log) -> ModelFile:
+def load_model(path, backend, log, *, round_x: bool = False) -> ModelFile:
     """Load a GGUF file, or all parts of a split one whose first is named.
 
     `backend` is a kernels module (its pack kinds are named like ggml's types); `log` gets one line a note.
+    `round_x` lets products with integer codes round their input to int8.
     """
     try:
         readers, paths = _open_parts(path)
     except GgufError as error:
         raise ModelError(str(error)) from error
-    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    tensors = _tensors(path, readers)
     config = read_config(path, readers[0].fields, tensors)
-    loader = Loader(path, tensors, backend, log)
+    loader = Loader(path, tensors, backend, log, round_x)
     try:
         weights = _load_weights(config, loader)
-    except (ValueError, IndexError, NotImplementedError) as error:
+    except (ValueError, IndexError) as error:
         raise ModelError(f"{path}: its tensors cannot be read: {error}") from error
+    # The draft block may hold what its use here has no need of: an indexer, an embedding of its own.
+    loader.check_all_used(f"blk.{config.n_layers}." if config.n_draft else None)
     loader.report()
-    metadata = tokenizer_metadata(readers[0].fields)
-    return ModelFile(config, weights, paths, end_token_ids(metadata), turn_start_id(metadata))
+    return ModelFile(config, weights, paths, *_conversation_ids(path, readers[0].fields))
+
+
+def _conversation_ids(path, fields) -> tuple[frozenset[int], int | None]:
+    """The tokens that end an answer, and the one that starts a turn."""
+    try:
+        metadata = tokenizer_metadata(fields)
+        return end_token_ids(metadata), turn_start_id(metadata)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{path}: its tokenizer's metadata cannot be used: {error}") from error
 
 
 def _open_parts(path):
     """Readers of a file, or of all files of a split one whose first part is named."""
     first = open_gguf(path)
-    entry = first.fields.get("split.count")
-    count = int(entry.contents()) if entry is not None else 1
+    count = _Keys(path, first.fields).whole("split.count", 1)
     if count <= 1:
         return [first], [str(path)]
     stem = str(path)
     ending = f"-00001-of-{count:05d}.gguf"
     if not stem.endswith(ending):
         raise ModelError(f"{path}: one of {count} parts; name the first one, which ends in {ending}")
-    paths = [f"{stem[: -len(ending)]}-{part:05d}-of-{count:05d}.gguf" for part in range(1, count + 1)]
-    return [first] + [open_gguf(part) for part in paths[1:]], paths
+    readers, paths = [first], [stem]
+    for part in range(2, count + 1):
+        paths.append(f"{stem[: -len(ending)]}-{part:05d}-of-{count:05d}.gguf")
+        readers.append(open_gguf(paths[-1]))
+    return readers, paths
+
+
+def _tensors(path, readers) -> dict:
+    """Tensors of all parts by name."""
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    found = sum(len(reader.tensors) for reader in readers)
+    expected = _Keys(path, readers[0].fields).whole("split.tensors.count", found)
+    if not len(tensors) == found == expected:
+        raise ModelError(f"{path}: {len(tensors)} tensors of {expected}; its parts are not those of one model")
+    return tensors
 
 
 def _load_weights(c: ModelConfig, load: Loader) -> Weights:
@@ -573,10 +660,10 @@ def _layer(c: ModelConfig, load: Loader, block: str, mixer) -> Layer:
 def _attention(c: ModelConfig, load: Loader, block: str, index: int, indexed: bool = True) -> Attention:
     q_rows, kv_rows = c.n_head * c.head_dim, c.n_head_kv * c.head_dim
     q_rows_in_file = 2 * q_rows if c.gated else q_rows
-    normed = load.has(block + "attn_q_norm.weight")
+    normed = any(load.has(f"{block}attn_{part}_norm.weight") for part in "qk")
     none = np.empty((0, c.head_dim), np.float32)
     biases = None
-    if load.has(block + "attn_q.bias"):
+    if any(load.has(f"{block}attn_{part}.bias") for part in "qkv"):
         rows = {"q": q_rows_in_file, "k": kv_rows, "v": kv_rows}
         biases = tuple(load.vector(f"{block}attn_{part}.bias", n) for part, n in rows.items())
     attention = Attention(
@@ -636,14 +723,14 @@ def _dense(load: Loader, block: str, suffix: str, n_ff: int, n_embd: int) -> Fee
 def _experts(c: ModelConfig, load: Loader, block: str) -> FeedForward:
     fused = block + "ffn_gate_up_exps.weight"
     if load.has(fused):
-        load.tensor(fused, (c.n_expert, 2 * c.n_ff, c.n_embd))
-        gate, up = (load.rows(fused, c.n_expert, i * c.n_ff, (i + 1) * c.n_ff, c.n_embd) for i in range(2))
+        shape = (c.n_expert, 2 * c.n_ff, c.n_embd)
+        gate, up = (load.rows(fused, shape, i * c.n_ff, (i + 1) * c.n_ff) for i in range(2))
     else:
         gate, up = (
             load.matrix(f"{block}ffn_{part}_exps.weight", c.n_expert, c.n_ff, c.n_embd) for part in ("gate", "up")
         )
     shared_gate = block + "ffn_gate_inp_shexp.weight"
-    shared = load.has(shared_gate)
+    shared = load.has(shared_gate) or load.has(block + "ffn_up_shexp.weight")
     row = load.vector(shared_gate, 1, c.n_embd)[None] if shared else None
     return FeedForward(
         gate,
@@ -658,10 +745,13 @@ def _experts(c: ModelConfig, load: Loader, block: str) -> FeedForward:
 def _ngram_layer(c: ModelConfig, load: Loader) -> NgramLayer:
     n, block = c.ngrams, f"blk.{c.ngrams.layer}."
     flat, entry = c.streams * c.n_embd, len(n.vocab_sizes) * n.row_width
-    table = load.tensors.get("per_layer_token_embd.weight")
-    n_rows = int((n.vocab_sizes + n.head_offsets).max())
-    if table is None or int(table.shape[0]) != n.row_width or int(table.shape[1]) < n_rows:
-        raise ModelError(f"{load.path}: tensor per_layer_token_embd.weight lacks its ({n_rows}, {n.row_width}) rows")
+    name = "per_layer_token_embd.weight"
+    n_rows = max(int(size) + int(first) for size, first in zip(n.vocab_sizes, n.head_offsets, strict=True))
+    shape = load.shape(name)
+    if len(shape) != 2 or shape[0] < n_rows:
+        raise ModelError(f"{load.path}: tensor {name} has shape {shape}, expected {n_rows} rows or more")
+    table = load.tensor(name, (shape[0], n.row_width))
+    load.floats(name, table.data[:1], table.tensor_type)  # a type that cannot be read shows now, not at the first token
     norms = (
         load.vector(f"{block}ple_norm_{name}.weight", 1, flat).reshape(c.streams, c.n_embd)
         for name in ("key", "query", "conv")
