@@ -103,9 +103,17 @@ def _forget(descriptor: int, offset: int, size: int) -> None:
         system.forget(descriptor, offset, size)
 
 
-def allocate_block() -> np.ndarray:
-    """A block at a page boundary, as direct transfers need it; it goes back to the system with its last view."""
-    return np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
+def allocate_block(file_bytes: int) -> np.ndarray:
+    """A block for a file of this size, at a page boundary as direct transfers need it.
+
+    It goes back to the system with its last view. Pages of 2 MiB, where they are had, save eight thousand page faults.
+    """
+    size = min(BLOCK_BYTES, max(1, -(-file_bytes // DIRECT_UNIT)) * DIRECT_UNIT)
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(block, np.uint8)
 
 
 def free_space_folder(path: str, *, windows: bool = False) -> str:
@@ -175,8 +183,8 @@ class BlockWriter:
             undo.callback(self._discard)
             self._try_direct()
             self.step = "allocating a block"
-            self._block = allocate_block()
-            self._spare = allocate_block() if self.size_bytes > BLOCK_BYTES else None
+            self._block = allocate_block(self.size_bytes)
+            self._spare = allocate_block(self.size_bytes) if self.size_bytes > BLOCK_BYTES else None
             self._thread = undo.enter_context(ThreadPoolExecutor(1, "block writer"))
             self.step = "writing"
             self._progress(0, self.size_bytes)
@@ -366,7 +374,8 @@ class BlockReader:
     def start(self, *, forget: bool) -> None:
         """Begin at the first block; `forget` gives page cache back as soon as a block was used."""
         if not self._blocks:
-            self._blocks = [allocate_block() for _ in range(2 if self.size_bytes > BLOCK_BYTES else 1)]
+            n_blocks = 2 if self.size_bytes > BLOCK_BYTES else 1
+            self._blocks = [allocate_block(self.size_bytes) for _ in range(n_blocks)]
         self._forget = forget
         self._ahead(0)
 

@@ -104,14 +104,16 @@ def _update(state, pending, data):
     start = 0
     if held:
         start = min(size, _STRIPE - held)
-        pending[held : held + start] = data[:start]
+        for i in range(start):
+            pending[held + i] = data[i]
         if held + start < _STRIPE:
             return
         _absorb(state, pending, 0, 1)
     n_stripes = (size - start) // _STRIPE
     _absorb(state, data, start, n_stripes)
     start += n_stripes * _STRIPE
-    pending[: size - start] = data[start:]
+    for i in range(start, size):  # single bytes: a slice would take longer to compile than all the rest
+        pending[i - start] = data[i]
 
 
 @njit
@@ -191,7 +193,8 @@ def _crc_move(register, shift):
 
 
 def _as_bytes(data) -> np.ndarray:
-    return data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    # A writable copy of bytes, which are short here: every kernel would be compiled again for read-only arrays.
+    return data if isinstance(data, np.ndarray) else np.frombuffer(bytearray(data), np.uint8)
 
 
 class Hash64:

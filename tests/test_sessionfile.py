@@ -467,7 +467,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read(sample, monkeypatch):
 
 
 def test_no_memory_for_a_block(sample, monkeypatch):
-    def refuse():
+    def refuse(file_bytes):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(blockfile, "allocate_block", refuse)

@@ -152,9 +152,9 @@ def test_two_blocks_are_enough(large, monkeypatch):
     alive, most = weakref.WeakSet(), 0
     allocate = blockfile.allocate_block
 
-    def counted():
+    def counted(file_bytes):
         nonlocal most
-        block = allocate()
+        block = allocate(file_bytes)
         alive.add(block.base.obj)  # the mapping, which lives as long as any view of it
         most = max(most, len(alive))
         return block

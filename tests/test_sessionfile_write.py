@@ -381,7 +381,7 @@ def test_a_folder_that_cannot_be_flushed_is_no_failure(target, monkeypatch):
 def test_no_memory_for_a_block(target, monkeypatch):
     for error in (OSError(errno.ENOMEM, "no memory"), MemoryError()):
 
-        def refuse(error=error):
+        def refuse(file_bytes, error=error):
             raise error
 
         monkeypatch.setattr(blockfile, "allocate_block", refuse)
@@ -506,9 +506,9 @@ def test_two_blocks_at_most(target, monkeypatch):
     alive, most = weakref.WeakSet(), 0
     allocate = blockfile.allocate_block
 
-    def counted():
+    def counted(file_bytes):
         nonlocal most
-        block = allocate()
+        block = allocate(file_bytes)
         alive.add(block.base.obj)  # the mapping, which lives as long as any view of it
         most = max(most, len(alive))
         return block
