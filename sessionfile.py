@@ -413,9 +413,9 @@ class _Structure:
         if cvec > 1:
             raise invalid("cvec-flag", "control vector flag", LIVE_OFFSET - COUNT.size, "0 or 1", cvec)
         image = Image(geometry, *layers, bool(cvec), self._record("live"))
-        for i in range(self._count("checkpoint count", MIN_CHECKPOINT_BYTES, self._limits.max_checkpoints)):
+        for i in range(self.count("checkpoint count", MIN_CHECKPOINT_BYTES, self._limits.max_checkpoints)):
             image.checkpoints.append(self._record(f"checkpoint {i}"))
-        for i in range(self._count("K/V layer count", MIN_KV_LAYER_BYTES, self._limits.max_kv_layers)):
+        for i in range(self.count("K/V layer count", MIN_KV_LAYER_BYTES, self._limits.max_kv_layers)):
             image.kv.append(self._layer(i))
         if self._left:
             offset = self._source.offset
@@ -437,7 +437,7 @@ class _Structure:
             raise invalid("payload-short", section, self._source.offset, f"{record.size} bytes", f"{self._left} left")
         return record.unpack(self._source.take(record.size))
 
-    def _count(self, section: str, element_bytes: int, limit: int) -> int:
+    def count(self, section: str, element_bytes: int, limit: int) -> int:
         """A count of elements that are still there to be read and that the caller is ready to take."""
         offset = self._source.offset
         (count,) = self._fixed(COUNT, section)
@@ -459,11 +459,11 @@ class _Structure:
 
     def _record(self, name: str) -> Checkpoint:
         limits = self._limits
-        ids = self._array(self._count(f"token ids of {name}", 4, limits.max_tokens), "<i4", Keep.TOKENS)
-        images = self._images(self._count(f"images of {name}", IMAGE.size, limits.max_tokens))
+        ids = self._array(self.count(f"token ids of {name}", 4, limits.max_tokens), "<i4", Keep.TOKENS)
+        images = self._images(self.count(f"images of {name}", IMAGE.size, limits.max_tokens))
         state = []
         for array, most in zip(STATE_ARRAYS, limits.max_state_bytes, strict=True):
-            state.append(self._array(self._count(f"{array} of {name}", 1, most), "u1", Keep.STATE))
+            state.append(self._array(self.count(f"{array} of {name}", 1, most), "u1", Keep.STATE))
         (used,) = self._fixed(COUNT, f"last use of {name}")
         return Checkpoint(ids, images, *state, used)
 
@@ -482,7 +482,7 @@ class _Structure:
         limit = limits[index] if index < len(limits) else (OPEN,) * len(KV_PARTS)
         parts = []
         for name, most in zip(KV_PARTS, limit, strict=True):
-            parts.append(self._array(self._count(f"{name} of {section}", 1, most), "u1", Keep.ALL))
+            parts.append(self._array(self.count(f"{name} of {section}", 1, most), "u1", Keep.ALL))
         return KvLayer(header, tuple(parts))
 
 
@@ -641,27 +641,25 @@ class SessionReader:
         if not digest == stored == self._payload_hash:
             raise self._changed("payload hash", stream.offset - TRAILER.size, hex64(self._payload_hash), hex64(digest))
 
-    def _targets(self, sinks, record_sinks) -> list[tuple[Extent, KvSink, int]]:
+    def _targets(self, sinks: Sequence[KvSink], record_sinks: Sequence[KvSink]) -> list[tuple[Extent, KvSink, int]]:
         """What goes where, in the order of the file, after every size was compared with its sink's."""
-        records = [] if self._keep >= Keep.STATE else self.image.records
-        pairs = [*self._pairs("record", records, record_sinks), *self._pairs("K/V layer", self.image.kv, sinks)]
+        records = [] if self._keep >= Keep.STATE else [record.state for record in self.image.records]
+        layers = [layer.parts for layer in self.image.kv]
         targets = []
-        for name, extents, sink in pairs:
-            for part, extent in enumerate(extents):
-                room = tuple(sink.part_sizes)[part]
-                if room != extent.size:
-                    raise invalid("part-size", f"part size {part} of {name}", extent.offset, room, extent.size)
-                targets.append((extent, sink, part))
+        for what, names, entries, takers in (
+            ("record", STATE_ARRAYS, records, record_sinks),
+            ("layer", KV_PARTS, layers, sinks),
+        ):
+            if len(entries) != len(takers):
+                raise invalid("layer-count", f"{what} count", None, len(takers), len(entries))
+            for i, (extents, sink) in enumerate(zip(entries, takers, strict=True)):
+                for part, (name, extent, room) in enumerate(zip(names, extents, sink.part_sizes, strict=True)):
+                    if room != extent.size:
+                        raise invalid(
+                            "part-size", f"part size of {name} of {what} {i}", extent.offset, room, extent.size
+                        )
+                    targets.append((extent, sink, part))
         return targets
-
-    def _pairs(self, what: str, entries: Sequence, sinks: Sequence[KvSink]) -> Iterator[tuple]:
-        if len(entries) != len(sinks):
-            section = f"{what.removeprefix('K/V ')} count"
-            raise invalid(
-                "layer-count", section, LIVE_OFFSET, len(sinks), len(entries), advice="there is not one sink for each"
-            )
-        for i, (entry, sink) in enumerate(zip(entries, sinks, strict=True)):
-            yield f"{what} {i}", entry.parts if isinstance(entry, KvLayer) else entry.state, sink
 
     def _voucher(self) -> Callable[[np.ndarray], None]:
         """A check of each block, in order, against the ledger of the first pass."""
@@ -780,8 +778,10 @@ def peek_session(path: str) -> Peek:
     """A file's header and token count, for listings; raises SessionError."""
     with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
         _check_size(reader.size_bytes, LOOK_LIMITS)
-        header = _read_header(_Seeker(reader), None)
-        (n_tokens,) = COUNT.unpack(reader.read_at(LIVE_OFFSET, COUNT.size))
+        source = _Seeker(reader)
+        header = _read_header(source, None)
+        source.skip(LIVE_OFFSET - source.offset)
+        n_tokens = _Structure(source, LOOK_LIMITS, Keep.LAYOUT).count("token ids of live", 4, OPEN)
         identity = Identity(header.model, header.config)
         return Peek(os.path.basename(path), reader.size_bytes, reader.modified_s, n_tokens, identity)
 

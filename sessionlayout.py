@@ -57,9 +57,10 @@ class SessionError(Exception):
         self.found = found
 
 
-def invalid(reason: str, section: str, offset: int, expected, found, *, advice: str = "") -> SessionError:
-    """The refusal of a file for what it holds at one place."""
-    text = f"{section} at offset {offset}: expected {expected}, found {found}" + (f"; {advice}" if advice else "")
+def invalid(reason: str, section: str, offset: int | None, expected, found, *, advice: str = "") -> SessionError:
+    """The refusal of a file for what it holds at one place, or, without an offset, as a whole."""
+    place = section if offset is None else f"{section} at offset {offset}"
+    text = f"{place}: expected {expected}, found {found}" + (f"; {advice}" if advice else "")
     return SessionError(
         "invalid", reason, text, section=section, offset=offset, expected=str(expected), found=str(found)
     )

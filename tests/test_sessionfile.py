@@ -543,3 +543,13 @@ def test_listing_a_folder(tmp_path):
     assert entries[2] == peek_session(tmp_path / "nockpt_1kv_cvec.bin")
     assert entries[2].identity == identity("nockpt_1kv_cvec")
     assert refusal(list_sessions, tmp_path / "none").kind == "io"
+
+
+def test_peeking_at_a_file_without_a_live_record(tmp_path):
+    for size, reason in ((0, "payload-short"), (100, "payload-short"), (175, "payload-short"), (176, "")):
+        data = bytearray((DATA / "min_empty.bin").read_bytes())
+        (tmp_path / "a.bin").write_bytes(seal(data[:64] + data[64 : 64 + size] + data[-16:]))
+        if reason:
+            assert refusal(peek_session, tmp_path / "a.bin").reason == reason
+        else:
+            assert peek_session(tmp_path / "a.bin").n_tokens == 0
