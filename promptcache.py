@@ -18,7 +18,7 @@ def is_prefix(ids: np.ndarray, prompt: np.ndarray) -> bool:
     return len(ids) < len(prompt) and np.array_equal(ids, prompt[: len(ids)])
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpoint:
     """A snapshot with the stamp of its last use; the root (end of a long system prompt) is never evicted."""
 
@@ -66,7 +66,7 @@ class Checkpoints:
         self.chain = [c for c in self.chain if c.n_tokens <= n_tokens]
 
 
-@dataclass
+@dataclass(eq=False)
 class Parked:
     """A whole conversation in RAM: its running state, its checkpoints and the bytes of its cells."""
 

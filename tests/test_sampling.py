@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tinyengine import ask, ids, joined, new_session
 
 import sampling
 from sampling import SamplingOptions, choose
+from tinyengine import ask, ids, joined, new_session
 
 CONTEXT = np.array([3, 1, 4], np.int32)
 

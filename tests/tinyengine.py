@@ -15,7 +15,7 @@ from sampling import SamplingOptions
 
 MODELS = pathlib.Path(__file__).parent / "data" / "model"
 CONTEXT = 256
-TURN = 5  # given to the models without a tokenizer as the id that starts a turn
+TURN = 5  # starts a turn in every model here; most have no tokenizer that would name one
 DEFAULTS = {
     "max_context": CONTEXT,
     "threads": 1,
@@ -27,8 +27,7 @@ DEFAULTS = {
 def new_engine(name: str, **options) -> Engine:
     """An engine of its own, as a new process would load it."""
     engine = Engine.load(EngineOptions(model=str(MODELS / f"{name}.gguf"), **(DEFAULTS | options)))
-    if engine.turn_start_id is None:
-        engine.turn_start_id = TURN
+    engine.turn_start_id = TURN
     return engine
 
 
@@ -79,7 +78,7 @@ def ask(session: Session, prompt, max_new: int = 8, *, stopped=lambda: False, st
 
 def next_turn(prompt, reply: Reply, seed: int, n: int = 9) -> np.ndarray:
     """The prompt of the turn behind an answered one: its tokens, the whole answer, and a new message."""
-    return joined(prompt, reply.tokens, TURN, ids(n, seed))
+    return joined(prompt, reply.tokens, TURN, ids(n - 1, seed))
 
 
 # --- what is held
@@ -89,8 +88,8 @@ def cells(pool, n_tokens: int) -> bytes:
     """The first `n_tokens` cells of a layer, and its pooled keys with the spare row."""
     parts = []
     for array in (pool.k, pool.v, pool.k_scale, pool.v_scale):
-        by_cell = array.swapaxes(1, 2).reshape(-1, *array.shape[1:2], array.shape[3])
-        parts.append(by_cell[:n_tokens].tobytes())
+        pages, heads, page, width = array.shape
+        parts.append(array.swapaxes(1, 2).reshape(pages * page, heads * width)[:n_tokens].tobytes())
     rows = n_tokens // 4 + 1 if pool.index_dim else 0
     return b"".join([*parts, pool.pooled[:rows].tobytes()])
 
@@ -119,7 +118,7 @@ def held(session: Session) -> dict:
         "live": (session.n_tokens, cache.ids.tolist(), *(array.tobytes() for array in cache.state.arrays)),
         "checkpoints": [record(checkpoint) for checkpoint in session.checkpoints.chain],
         "parked": [
-            (record(entry.live), [record(c) for c in entry.checkpoints], [p.tobytes() for l in entry.cells for p in l])
+            ([record(c) for c in (entry.live, *entry.checkpoints)], [[p.tobytes() for p in part] for part in entry.cells])
             for entry in session.parking.entries
         ],
         "stats": session.stats(),
