@@ -99,6 +99,9 @@ class _Stage:
     @contextmanager
     def progress(self, title: str) -> Iterator[Show]:
         """A progress bar on a terminal, nothing elsewhere."""
+        if not self.console.is_terminal:
+            yield lambda done, total: None
+            return
         columns = (
             TextColumn("  {task.description}"),
             BarColumn(),

@@ -3,12 +3,15 @@
 import io
 import json
 import os
+import pathlib
+import re
 import stat
 import subprocess
 import sys
 
 import pytest
 
+import engine
 import strata
 from test_tokenizer import IM_END, IM_START, TOKENS, write_model
 
@@ -46,8 +49,6 @@ def config(tmp_path):
 
 
 def test_defaults_are_the_engines_own():
-    import engine
-
     defaults = {option.name: option.default for option in strata.SERVE_OPTIONS}
     assert vars(engine.EngineOptions(model=None, slot_save_path=None)) == defaults
 
@@ -301,3 +302,50 @@ def test_a_reader_that_has_gone_ends_a_filter_quietly(model, command):
     finally:
         os.close(write_end)
     assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+# --- The engine through the command line ---
+
+MODELS = pathlib.Path(__file__).parent / "data" / "model"
+
+
+def serve(stdin: str, *args: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, strata.__file__, "--serve", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False)
+
+
+def test_serve_runs_the_engine_with_its_options(tmp_path):
+    ran = serve("QUIT\n", "--model", str(MODELS / "llama.gguf"), "--max-context", "64", "--conversation-cache-mib", "7")
+    assert ran.returncode == 0
+    lines = ran.stdout.splitlines()
+    assert lines[-1] == "READY 64 stop"
+    assert {"INFO conversation_cache_mib=7", "INFO context=64", f"INFO engine={strata.__version__}"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"), [("absent.gguf", "absent.gguf: No such file"), ("llama.npz", "not a whole GGUF file")]
+)
+def test_a_model_that_cannot_be_used_is_one_line_and_exit_1(model, message):
+    ran = serve("QUIT\n", "--model", str(MODELS / model))
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert message in ran.stderr
+
+
+def test_a_conversation_in_a_pipeline_survives(real_model, tmp_path):
+    """The README's example, and its second half in another engine."""
+    me = f"{sys.executable} {strata.__file__}"
+    serve_ = f"{me} --serve --model $MODEL --slot-save-path $FOLDER --session-min-free-mib 0"
+    script = f"""
+        set -e -o pipefail
+        ask() {{ printf 'GEN 8 '; echo 'Name a colour.' | {me} tokenize --model $MODEL --chat; }}
+        {{ ask; echo 'SAVE chat1.bin'; }} | {serve_} | {me} detokenize --model $MODEL 2>$FOLDER/first
+        {{ echo 'RESTORE chat1.bin'; ask; }} | {serve_} | {me} detokenize --model $MODEL 2>$FOLDER/second
+    """
+    environment = os.environ | {"MODEL": real_model, "FOLDER": str(tmp_path)}
+    ran = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    first, second = ran.stdout.splitlines()
+    assert first == second != ""
+    saved = re.search(r"^SAVED (\d+) ", (tmp_path / "first").read_text(), re.MULTILINE)
+    restored = re.search(r"^RESTORED (\d+) ", (tmp_path / "second").read_text(), re.MULTILINE)
+    assert int(saved[1]) == int(restored[1]) > 8
+    assert re.search(r"^RESUME [1-9]", (tmp_path / "second").read_text(), re.MULTILINE)

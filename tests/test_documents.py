@@ -10,6 +10,7 @@ import tomllib
 
 import pytest
 
+import engine
 import sessionlayout as layout
 import strata
 
@@ -93,7 +94,7 @@ def test_exit_codes_are_documented(code):
 
 def test_one_version_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == strata.__version__
+    assert project["version"] == strata.__version__ == engine.VERSION
     assert (ROOT / "CHANGELOG.md").read_text().count(f"\n## {strata.__version__}") == 1
 
 

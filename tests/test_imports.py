@@ -27,7 +27,10 @@ ALLOWED = {
     "promptcache": {"kvcache"},
     "weights": {"gguffile", "kvcache"},
     "model": {"weights", "kvcache"},
-    "engine": {"model", "weights", "kvcache", "promptcache", "sampling", "fingerprint", "sessionfile", "kernels_cpu"},
+    "controlvector": {"fingerprint", "gguffile"},
+    "sessionstate": {"kvcache", "promptcache", "sessionlayout"},
+    "engine": {"model", "weights", "controlvector", "kernels_cpu", "kvcache", "promptcache", "sampling"}
+    | {"sessionstate", "sessionfile", "fingerprint"},
     "serveloop": {"engine", "sessionfile"},
     "answertext": set(),
     "childproc": set(),
@@ -38,7 +41,7 @@ ALLOWED = {
     "httpfront": {"chatapi", "childproc", "httpguard", "sessionfolder", "tokenizer", "webpage"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration"},
-    "strata": {"serveloop", "httpfront", "engine", "weights", "sessionfile", "tokenizer", "demo"},
+    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "demo"},
 }
 
 
