@@ -29,6 +29,61 @@ BLOCK_BYTES = {F32: 2048, F16: 1024, BF16: 1024, Q8_0: 544, Q4_0: 288, Q4_1: 320
 _BYTES = np.array([BLOCK_BYTES[kind] for kind in range(9)], dtype=np.int64)
 
 
+# --- arrays ---------------------------------------------------------------------------------------------------------
+# A backend whose kernels cannot read the host's memory copies here; this one works where the arrays lie.
+
+
+def empty(shape, dtype=np.float32):
+    """An array of any content."""
+    return np.empty(shape, dtype)
+
+
+def zeros(shape, dtype=np.float32):
+    """An array of zeros."""
+    return np.zeros(shape, dtype)
+
+
+def from_host(array):
+    """A NumPy array as one that the operations take; it may be the same one."""
+    return array
+
+
+def to_host(array):
+    """An operation's array as a NumPy one; it may be the same one."""
+    return array
+
+
+def host_copy(array):
+    """An operation's array as a NumPy one of its own."""
+    return array.copy()
+
+
+def copy(array):
+    """A copy that the operations take."""
+    return array.copy()
+
+
+def assign(out, source):
+    """out = source, of the same shape; `source` may be an operation's array or a NumPy one."""
+    out[...] = source
+
+
+def clear(array):
+    """Set an array to zeros."""
+    array.fill(0)
+
+
+def read_bytes(array, offset, out):
+    """Copy len(out) bytes of an array, from byte `offset`, into the NumPy array `out` (uint8)."""
+    out[:] = array.reshape(-1).view(np.uint8)[offset : offset + len(out)]
+
+
+def write_bytes(array, offset, data):
+    """Copy `data` (NumPy, uint8) over the bytes of an array from byte `offset`."""
+    # A reshape of a contiguous array is a view, which is what makes the bytes reach it.
+    array.reshape(-1).view(np.uint8)[offset : offset + len(data)] = data
+
+
 # --- packs: weights as the kernels read them ----------------------------------------------------------------------
 
 
@@ -40,6 +95,7 @@ class Pack(NamedTuple):
     n_rows: int
     n_cols: int
     n_matrices: int
+    rounds_x: bool = False  # multiply with x rounded to int8: several times faster, some 0.5 % of error a product
 
     @property
     def group_bytes(self) -> int:
@@ -47,8 +103,10 @@ class Pack(NamedTuple):
         return -(-self.n_cols // BLOCK_COLUMNS[self.kind]) * BLOCK_BYTES[self.kind]
 
 
-def pack(kind, raw, n_cols):
+def pack(kind, raw, n_cols, *, round_x=False):
     """Pack matrices as they stand in a file: raw [matrices, rows, ...], float32/float16/uint16 or uint8 blocks.
+
+    `round_x` lets products round x to int8 where the kind has integer codes.
 
     Raises ValueError where the width cannot be cut into the kind's blocks.
     """
@@ -63,7 +121,7 @@ def pack(kind, raw, n_cols):
         if n_rows % ROWS:
             rows = np.concatenate([rows, np.zeros((groups * ROWS - n_rows, rows.shape[1]), rows.dtype)])
         _PACKERS[kind](rows.reshape(groups, ROWS, -1), data[matrix])
-    return Pack(kind, data.reshape(-1), n_rows, n_cols, n_matrices)
+    return Pack(kind, data.reshape(-1), n_rows, n_cols, n_matrices, round_x and kind >= Q8_0)
 
 
 def _pack_floats(rows, out):
@@ -377,6 +435,191 @@ def _row_group(kind, data, at, n_cols, x, first, n_tokens, sums):
             token += 1
 
 
+# --- matrix products with 8-bit activations -----------------------------------------------------------------------
+#
+# x is rounded to int8 with one scale for 32 columns, and products are summed as integers, exactly; so only the sum over
+# blocks has an order, and it is that of the blocks. Kinds of at least 8 bits a weight with a floating point keep x.
+
+
+@njit
+def _round_block(x, at, codes, scales, sums, block):
+    """Round 32 values: codes int8, one scale, and the sums of the two halves of the codes."""
+    top = simd.maximum(simd.magnitude(simd.load(x, at)), simd.magnitude(simd.load(x, at + ROWS)))
+    peak = simd.max_lanes(top)
+    scales[block] = peak / np.float32(127)
+    inverse = np.float32(127) / peak if peak > 0 else np.float32(0)
+    for half in range(2):
+        start = at + half * ROWS
+        whole = simd.round_even(simd.mul(simd.load(x, start), simd.splat(inverse)))
+        sums[2 * block + half] = np.int32(simd.sum_lanes(whole))  # at most 16 x 127: exact in float32
+        simd.store_i8(codes, start, whole)
+
+
+@njit
+def _quad_codes(kind, data, at, quad):
+    """Unsigned codes of four columns: byte j of a lane is column 4 quad + j of its row; `at` is where codes start."""
+    if kind == Q8_0:
+        return simd.flip(simd.load_i32(data, at + quad * 64), simd.splat_i32(np.int32(-2139062144)))  # 0x80 a byte
+    both = simd.load_i32(data, at + (quad & 3) * 64)
+    low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
+    if kind == Q5_K:
+        bit = simd.bits(simd.load_i32(data, at + 256), np.int32(quad), np.int32(0x01010101))
+        return simd.either(low, simd.shift_left(bit, np.int32(4)))
+    if kind == Q6_K:
+        plane = simd.load_i32(data, at + 256 + (quad >> 2) * 64)
+        top = simd.bits(plane, np.int32(2 * (quad & 3)), np.int32(0x03030303))
+        return simd.either(low, simd.shift_left(top, np.int32(4)))
+    return low
+
+
+@njit
+def _block_parts(kind, data, at, block):
+    """Where a 32-column block's codes start, its scale and offset (w = scale * code + offset, zero point apart)."""
+    zero = simd.splat(np.float32(0))
+    if kind >= Q4_K:
+        at += (block >> 3) * _BYTES[kind]
+        sub = block & 7
+        scale = simd.mul(simd.load_f16(data, at), simd.load_u8(data, at + 64 + sub * ROWS))
+        low = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + sub * ROWS))
+        return at + 320 + sub * (256 if kind == Q4_K else 320), scale, simd.sub(zero, low)
+    at += block * _BYTES[kind]
+    scale = simd.load_f16(data, at)
+    if kind == Q4_1:
+        return at + 64, scale, simd.load_f16(data, at + 32)
+    return at + 32, scale, zero
+
+
+@njit
+def _zero_point(kind):
+    """The code that stands for 0 where a kind has signed codes."""
+    if kind == Q8_0:
+        return np.int32(128)
+    return np.int32(8) if kind == Q4_0 else np.int32(0)
+
+
+@njit
+def _scaled_1(kind, data, at, n_cols, codes, scales, sums, token):
+    """The sixteen outputs of one token."""
+    total, zero_point = simd.splat(np.float32(0)), _zero_point(kind)
+    blocks = n_cols // BLOCK
+    for block in range(blocks):
+        start, scale, offset = _block_parts(kind, data, at, block)
+        k, i = token * n_cols + block * BLOCK, token * blocks + block
+        sum_codes = sums[2 * i] + sums[2 * i + 1]
+        dots = simd.splat_i32(np.int32(-zero_point * sum_codes))
+        for quad in range(8):
+            dots = simd.dot_bytes(dots, _quad_codes(kind, data, start, quad), simd.broadcast_i32(codes, k + 4 * quad))
+        step = scales[i]
+        total = simd.fma(simd.to_float(dots), simd.mul(scale, simd.splat(step)), total)
+        if kind != Q8_0 and kind != Q4_0:
+            total = simd.fma(offset, simd.splat(step * np.float32(sum_codes)), total)
+    return total
+
+
+@njit
+def _scaled_4(kind, data, at, n_cols, codes, scales, sums, token, out):
+    """The outputs of four tokens, each summed as in `_scaled_1`; the weights are taken apart once for all of them."""
+    zero, zero_point = simd.splat(np.float32(0)), _zero_point(kind)
+    total_a, total_b, total_c, total_d = zero, zero, zero, zero
+    blocks = n_cols // BLOCK
+    for block in range(blocks):
+        start, scale, offset = _block_parts(kind, data, at, block)
+        k, i = token * n_cols + block * BLOCK, token * blocks + block
+        sum_a, sum_b = sums[2 * i] + sums[2 * i + 1], sums[2 * (i + blocks)] + sums[2 * (i + blocks) + 1]
+        j = i + 2 * blocks
+        sum_c, sum_d = sums[2 * j] + sums[2 * j + 1], sums[2 * (j + blocks)] + sums[2 * (j + blocks) + 1]
+        a, b = simd.splat_i32(np.int32(-zero_point * sum_a)), simd.splat_i32(np.int32(-zero_point * sum_b))
+        c, d = simd.splat_i32(np.int32(-zero_point * sum_c)), simd.splat_i32(np.int32(-zero_point * sum_d))
+        for quad in range(8):
+            weights = _quad_codes(kind, data, start, quad)
+            at_x = k + 4 * quad
+            a = simd.dot_bytes(a, weights, simd.broadcast_i32(codes, at_x))
+            b = simd.dot_bytes(b, weights, simd.broadcast_i32(codes, at_x + n_cols))
+            c = simd.dot_bytes(c, weights, simd.broadcast_i32(codes, at_x + 2 * n_cols))
+            d = simd.dot_bytes(d, weights, simd.broadcast_i32(codes, at_x + 3 * n_cols))
+        step_a, step_b, step_c, step_d = scales[i], scales[i + blocks], scales[j], scales[j + blocks]
+        total_a = simd.fma(simd.to_float(a), simd.mul(scale, simd.splat(step_a)), total_a)
+        total_b = simd.fma(simd.to_float(b), simd.mul(scale, simd.splat(step_b)), total_b)
+        total_c = simd.fma(simd.to_float(c), simd.mul(scale, simd.splat(step_c)), total_c)
+        total_d = simd.fma(simd.to_float(d), simd.mul(scale, simd.splat(step_d)), total_d)
+        if kind != Q8_0 and kind != Q4_0:
+            total_a = simd.fma(offset, simd.splat(step_a * np.float32(sum_a)), total_a)
+            total_b = simd.fma(offset, simd.splat(step_b * np.float32(sum_b)), total_b)
+            total_c = simd.fma(offset, simd.splat(step_c * np.float32(sum_c)), total_c)
+            total_d = simd.fma(offset, simd.splat(step_d * np.float32(sum_d)), total_d)
+    simd.store(out, 0, total_a)
+    simd.store(out, 16, total_b)
+    simd.store(out, 32, total_c)
+    simd.store(out, 48, total_d)
+
+
+@njit
+def _scaled_6_bits(data, at, n_cols, codes, scales, sums, token):
+    """The sixteen outputs of one token for Q6_K, whose scales change every 16 columns."""
+    total, blocks = simd.splat(np.float32(0)), n_cols // BLOCK
+    for block in range(blocks):
+        base, sub = at + (block >> 3) * _BYTES[Q6_K], block & 7
+        d, i = simd.load_f16(data, base), token * blocks + block
+        for half in range(2):
+            dots = simd.splat_i32(np.int32(-32 * sums[2 * i + half]))
+            for quad in range(half * 4, half * 4 + 4):
+                weights = _quad_codes(Q6_K, data, base + 288 + sub * 384, quad)
+                dots = simd.dot_bytes(dots, weights, simd.broadcast_i32(codes, i * BLOCK + 4 * quad))
+            scale = simd.mul(d, simd.load_i8(data, base + 32 + sub * 32 + half * ROWS))
+            total = simd.fma(simd.to_float(dots), simd.mul(scale, simd.splat(scales[i])), total)
+    return total
+
+
+@njit
+def _int8_group(kind, data, at, n_cols, codes, scales, sums, first, n_tokens, out, column, n):
+    """Rows `at` (a group's byte offset) times tokens first.. : the first `n` outputs into out[token, column:]."""
+    tile = carray(simd.stack_f32(64), (64,))
+    token = first
+    while token < first + n_tokens:
+        step = 1
+        if kind == Q6_K:
+            simd.store(tile, 0, _scaled_6_bits(data, at, n_cols, codes, scales, sums, token))
+        elif token + 4 <= first + n_tokens:
+            _scaled_4(kind, data, at, n_cols, codes, scales, sums, token, tile)
+            step = 4
+        else:
+            simd.store(tile, 0, _scaled_1(kind, data, at, n_cols, codes, scales, sums, token))
+        for i in range(step):
+            for row in range(n):
+                out[token + i, column + row] = tile[i * ROWS + row]
+        token += step
+
+
+@njit
+def _rounded(x):
+    """Room for the rounded form of x."""
+    n_tokens, n_cols = x.shape
+    shape = (n_tokens, n_cols), n_tokens * n_cols // BLOCK, n_tokens * n_cols // ROWS
+    return np.empty(shape[0], np.int8), np.empty(shape[1], np.float32), np.empty(shape[2], np.int32)
+
+
+@njit
+def _int8_matmul_serial(kind, data, group_bytes, n_rows, n_cols, x, out):
+    codes, scales, sums = _rounded(x)
+    for block in range(len(scales)):
+        _round_block(x, block * BLOCK, codes, scales, sums, block)
+    for group in range((n_rows + ROWS - 1) // ROWS):
+        n = min(ROWS, n_rows - group * ROWS)
+        _int8_group(kind, data, group * group_bytes, n_cols, codes, scales, sums, 0, len(x), out, group * ROWS, n)
+
+
+@njit(parallel=True)
+def _int8_matmul_parallel(kind, data, group_bytes, n_rows, n_cols, x, out):
+    codes, scales, sums = _rounded(x)
+    blocks = n_cols // BLOCK
+    for row in prange(len(x)):
+        for block in range(row * blocks, (row + 1) * blocks):
+            _round_block(x, block * BLOCK, codes, scales, sums, block)
+    for group in prange((n_rows + ROWS - 1) // ROWS):
+        n = min(ROWS, n_rows - group * ROWS)
+        _int8_group(kind, data, group * group_bytes, n_cols, codes, scales, sums, 0, len(x), out, group * ROWS, n)
+
+
 @njit
 def _matmul_group(kind, data, group_bytes, n_rows, n_cols, x, out, group):
     """The outputs of row group `group` for every row of x."""
@@ -420,6 +663,22 @@ def _expert_jobs(offsets, groups_per_expert):
 
 
 @njit(parallel=True)
+def _int8_expert_matmul(kind, data, group_bytes, n_rows, n_cols, x, offsets, out):
+    groups, blocks = (n_rows + ROWS - 1) // ROWS, n_cols // BLOCK
+    jobs = _expert_jobs(offsets, groups)
+    codes, scales, sums = _rounded(x)
+    for block in range(len(x) * blocks):
+        _round_block(x, block * BLOCK, codes, scales, sums, block)
+    for job in prange(len(jobs)):
+        expert, group = jobs[job, 0], jobs[job, 1]
+        first, n = offsets[expert], min(ROWS, n_rows - group * ROWS)
+        at = (expert * groups + group) * group_bytes
+        _int8_group(
+            kind, data, at, n_cols, codes, scales, sums, first, offsets[expert + 1] - first, out, group * ROWS, n
+        )
+
+
+@njit(parallel=True)
 def _expert_matmul(kind, data, group_bytes, n_rows, n_cols, x, offsets, out):
     groups = (n_rows + ROWS - 1) // ROWS
     jobs = _expert_jobs(offsets, groups)
@@ -450,13 +709,17 @@ def _gather_rows(kind, data, group_bytes, n_cols, ids, out):
 def matmul(weights, x, out):
     """out = x times the transposed weights; x float32 [T, n_cols], out float32 [T, n_rows], both C-contiguous."""
     small = x.shape[0] * weights.n_rows * weights.n_cols < PARALLEL_WORK
-    run = _matmul_serial if small else _matmul_parallel
+    if weights.rounds_x:
+        run = _int8_matmul_serial if small else _int8_matmul_parallel
+    else:
+        run = _matmul_serial if small else _matmul_parallel
     run(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, out)
 
 
 def expert_matmul(weights, x, offsets, out):
     """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
-    _expert_matmul(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, offsets, out)
+    run = _int8_expert_matmul if weights.rounds_x else _expert_matmul
+    run(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, offsets, out)
 
 
 def gather_rows(weights, ids, out):
@@ -534,6 +797,25 @@ def add_scaled_rows(x, scale, y):
         gate = np.float32(1) / (np.float32(1) + np.exp(-scale[t, 0]))
         for k in range(x.shape[1]):
             x[t, k] += gate * y[t, k]
+
+
+@njit
+def add_bias(x, bias):
+    """x[t] += bias; x float32 [T, N], bias [N]."""
+    for t in range(x.shape[0]):
+        for k in range(x.shape[1]):
+            x[t, k] += bias[k]
+
+
+@njit
+def split_gate(both, q, gate):
+    """Each head's first half to q, its second to gate; both float32 [T, H, 2 D], q and gate [T, H, D]."""
+    width = q.shape[2]
+    for t in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            for k in range(width):
+                q[t, h, k] = both[t, h, k]
+                gate[t, h, k] = both[t, h, width + k]
 
 
 @njit
@@ -1117,6 +1399,24 @@ def inject_streams(residual, inject, y):
                 residual[t, c, k] += gate * y[t, k]
 
 
+@njit
+def repeat_streams(x, residual):
+    """residual[t, c] = x[t] for every stream; x float32 [T, N], residual [T, C, N]."""
+    for t in range(residual.shape[0]):
+        for c in range(residual.shape[1]):
+            residual[t, c] = x[t]
+
+
+@njit
+def add_to_streams(residual, y):
+    """residual[t, c] += y[t] for every stream; y float32 [T, N], or [1, N] for every token the same."""
+    for t in range(residual.shape[0]):
+        row = t if y.shape[0] > 1 else 0
+        for c in range(residual.shape[1]):
+            for k in range(residual.shape[2]):
+                residual[t, c, k] += y[row, k]
+
+
 # --- experts ------------------------------------------------------------------------------------------------------
 
 
@@ -1158,6 +1458,14 @@ def order_by_expert(experts, n_experts, order, offsets):
     for i in range(len(flat)):
         order[place[flat[i]]] = i
         place[flat[i]] += 1
+
+
+@njit
+def gather_assigned(x, order, rows):
+    """rows[i] = the token of assignment order[i]; x float32 [T, N], order int64 [T * k], rows [T * k, N]."""
+    n_used = rows.shape[0] // x.shape[0]
+    for i in range(rows.shape[0]):
+        rows[i] = x[order[i] // n_used]
 
 
 @njit
@@ -1239,3 +1547,26 @@ def ngram_conv(normed, history, weight, dilation, gated, residual):
         for row in range(n_history - 1):
             history[row] = history[row + 1]
         history[n_history - 1] = normed[t]
+
+
+@njit
+def push_rows(history, rows):
+    """Fold rows float32 [T, N] into history [n, N], which keeps the last n of all, oldest first."""
+    n, fresh = history.shape[0], rows.shape[0]
+    for row in range(n):
+        history[row] = history[row + fresh] if row + fresh < n else rows[row + fresh - n]
+
+
+# --- the choice of a token ----------------------------------------------------------------------------------------
+
+
+def greedy(logits):
+    """The index of each row's largest value, the lowest of equals, as NumPy int64 [T]; logits float32 [T, V]."""
+    return logits.argmax(axis=1)
+
+
+def greedy_with_share(logits):
+    """`greedy`, and the softmax probability of each choice as NumPy float32 [T]."""
+    ids = logits.argmax(axis=1)
+    share = [1 / np.exp(row - row[token]).sum() for row, token in zip(logits, ids, strict=True)]
+    return ids, np.array(share, np.float32)

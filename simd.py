@@ -181,6 +181,19 @@ def store_f16(typingctx, array, index, value):
 
 
 @intrinsic
+def store_i8(typingctx, array, index, value):
+    """Write sixteen whole-numbered float32 in -128..127 to element `index` of an int8 array."""
+
+    def codegen(context, builder, signature, args):
+        address = _address(context, builder, signature.args[0], args[0], args[1])
+        small = builder.trunc(builder.fptosi(args[2], i32x16.llvm), ir.VectorType(ir.IntType(8), LANES))
+        builder.store(small, _as_vector(builder, address, ir.IntType(8)), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic
 def half_to_float(typingctx, bits):
     """A float16, given as its uint16 bits, as float32 (exact)."""
 
@@ -270,6 +283,16 @@ add = _binary("add", f32x16, "fadd")
 sub = _binary("sub", f32x16, "fsub")
 mul = _binary("mul", f32x16, "fmul")
 either = _binary("either", i32x16, "or_")
+
+
+@intrinsic
+def magnitude(typingctx, value):
+    """The absolute value of each lane."""
+
+    def codegen(context, builder, signature, args):
+        return _overloaded(builder, "llvm.fabs.v16f32", f32x16.llvm, args)
+
+    return f32x16(f32x16), codegen
 
 
 @intrinsic
@@ -386,6 +409,70 @@ def max_lanes(typingctx, value):
         return _overloaded(builder, "llvm.vector.reduce.fmax.v16f32", _F32, args)
 
     return types.float32(f32x16), codegen
+
+
+# --- integer dot products -----------------------------------------------------------------------------------------
+
+
+def _features(context) -> str:
+    """What the target that code is compiled for can do; settings may narrow it below the machine's own."""
+    return context.codegen().magic_tuple()[2]
+
+
+def _dot_vnni(builder, total, unsigned, signed):
+    name = "llvm.x86.avx512.vpdpbusd.512"
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(i32x16.llvm, [i32x16.llvm, i32x16.llvm, i32x16.llvm]), name
+    )
+    return builder.call(function, [total, unsigned, signed])
+
+
+def _dot_portable(builder, total, unsigned, signed):
+    """Byte by byte: zero-extend one factor, sign-extend the other, multiply and add as 32-bit integers."""
+    for j in range(4):
+        up = ir.Constant(i32x16.llvm, [24 - 8 * j] * LANES)
+        down = ir.Constant(i32x16.llvm, [24] * LANES)
+        a = builder.lshr(builder.shl(unsigned, up), down)
+        b = builder.ashr(builder.shl(signed, up), down)
+        total = builder.add(total, builder.mul(a, b))
+    return total
+
+
+@intrinsic
+def dot_bytes(typingctx, total, unsigned, signed):
+    """total + the sum of unsigned byte * signed byte over the four bytes of each lane, exact."""
+
+    def codegen(context, builder, signature, args):
+        features = _features(context)
+        vnni = "+avx512vnni" in features and "+avx512f" in features
+        return (_dot_vnni if vnni else _dot_portable)(builder, *args)
+
+    return i32x16(i32x16, i32x16, i32x16), codegen
+
+
+@intrinsic
+def broadcast_i32(typingctx, array, offset):
+    """Four bytes at byte `offset` of an int8 array in every lane."""
+
+    def codegen(context, builder, signature, args):
+        address = _address(context, builder, signature.args[0], args[0], args[1])
+        word = builder.load(builder.bitcast(address, _I32.as_pointer()), align=1)
+        return _splat(builder, word, i32x16.llvm)
+
+    return i32x16(array, types.intp), codegen
+
+
+@intrinsic
+def splat_i32(typingctx, value):
+    """An int32 in every lane."""
+
+    def codegen(context, builder, signature, args):
+        return _splat(builder, args[0], i32x16.llvm)
+
+    return i32x16(types.int32), codegen
+
+
+flip = _binary("flip", i32x16, "xor")
 
 
 # --- functions ----------------------------------------------------------------------------------------------------
