@@ -1,12 +1,13 @@
 """GGUF files opened through the gguf library: one clear error family, and no wait where a vocabulary is large.
 
-It owns the opening of a model file and which of its tokens end an answer or start a turn; it knows no tensor name and
-no text. Invariant: what it returns is the
-library's own `GGUFReader`, with the same `contents()` of every field. Read next: model.py for weights, tokenizer.py
-for text.
+It owns the opening of a model file, where the embedded one lies, and which tokens end an answer or start a turn; it
+knows no tensor name and no text. Invariant: what it returns is the library's own `GGUFReader`, with the same
+`contents()` of every field. Read next: weights.py for tensors, tokenizer.py for text.
 """
 
+import importlib.metadata
 import os
+import pathlib
 import stat
 import sys
 
@@ -14,6 +15,7 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.constants import GGUFValueType
 
+EMBEDDED_MODEL = "strata-demo.gguf"
 STRING_LENGTH_BYTES = 8
 
 # A file names one or two of the tokens that end an answer; models of these families emit others as well.
@@ -28,6 +30,21 @@ TURN_STARTS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>")
 
 class GgufError(Exception):
     """A file that is no readable GGUF file; one line that names the file and the reason."""
+
+
+def embedded_model() -> str:
+    """The path of the model that comes with the package: beside the sources, or where an installer put it."""
+    beside = pathlib.Path(__file__).resolve().parent / "models" / EMBEDDED_MODEL
+    if beside.exists():
+        return str(beside)
+    try:
+        installed = importlib.metadata.files("strata-engine") or []
+    except importlib.metadata.PackageNotFoundError:
+        installed = []
+    for file in installed:
+        if file.name == EMBEDDED_MODEL:
+            return str(pathlib.Path(file.locate()).resolve())
+    raise GgufError("no model comes with this installation: name a GGUF file with --model")
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFReader:

@@ -1,12 +1,14 @@
 """GGUF files: the same fields as the library's own reader, and a clear error for whatever else a path may hold."""
 
+import importlib.metadata
 import os
 
 import gguf
 import numpy as np
 import pytest
 
-from gguffile import GgufError, open_gguf
+import gguffile
+from gguffile import GgufError, embedded_model, open_gguf
 
 
 @pytest.fixture
@@ -72,3 +74,30 @@ def test_what_is_no_gguf_file_is_named(tmp_path):
     ):
         with pytest.raises(GgufError, match=reason):
             open_gguf(tmp_path / name)
+
+
+def test_the_embedded_model_lies_beside_the_sources_or_where_it_was_installed(tmp_path, monkeypatch):
+    def files(_):
+        return [importlib.metadata.PackagePath("../share/strata/model.gguf")]
+
+    monkeypatch.setattr(gguffile, "EMBEDDED_MODEL", "model.gguf")
+    monkeypatch.setattr(gguffile, "__file__", str(tmp_path / "gguffile.py"))
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    monkeypatch.setattr(importlib.metadata.PackagePath, "locate", lambda path: tmp_path / "lib" / path)
+    assert embedded_model() == str(tmp_path / "share/strata/model.gguf")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/model.gguf").touch()
+    assert embedded_model() == str(tmp_path / "models/model.gguf")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_without_an_embedded_model_one_has_to_be_named(monkeypatch, installed):
+    def files(_):
+        if not installed:
+            raise importlib.metadata.PackageNotFoundError("strata-engine")
+        return [importlib.metadata.PackagePath("strata.py")]
+
+    monkeypatch.setattr(gguffile, "EMBEDDED_MODEL", "absent.gguf")
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    with pytest.raises(GgufError, match="name a GGUF file with --model"):
+        embedded_model()
