@@ -68,6 +68,7 @@ class EngineOptions:
     spec: int | None = None
     threads: int | None = None
     control_vector: str | None = None
+    activations: str = "int8"
 
 
 class GenRequest(NamedTuple):
@@ -167,7 +168,7 @@ class Engine:
     def load(cls, options: EngineOptions, log: Callable[[str], None] = lambda line: None) -> "Engine":
         """Load model and settings; raises ModelError with one line that says what is wrong."""
         path = options.model or embedded_model()
-        return cls(options, load_model(path, kernels_cpu, log), log)
+        return cls(options, load_model(path, kernels_cpu, log, round_x=options.activations == "int8"), log)
 
     def info(self) -> dict[str, str]:
         """What the serve loop prints before READY, in its order."""
@@ -221,6 +222,7 @@ class Engine:
             mtp_window=self.spec if c.n_draft else -1,
             rope=rope,
             cvec=self.cvec_digest,
+            switches=[("activations_int8", int(self.options.activations == "int8"))],
         )
 
 
@@ -418,8 +420,8 @@ class Session:
         available = _available_bytes()
         if available >= floor * MIB and need_bytes <= available - floor * MIB:
             return None
-        need, free = need_bytes / MIB, available // MIB
-        return f"{need:.0f} MiB of RAM are needed above a floor of {floor} MiB, {free} MiB are available"
+        need, free = -(-need_bytes // MIB), available // MIB
+        return f"{need} MiB of RAM are needed above a floor of {floor} MiB, {free} MiB are available"
 
     def restore(self, path: str, *, progress=None, phase=None) -> Outcome:
         """Replace the live conversation and its checkpoints by those of a file; parked ones stay.
@@ -489,7 +491,7 @@ class _Generation:
         self.context[: len(request.prompt)] = request.prompt
         self.n_context = len(request.prompt)
         self.finish = ""
-        self.residual: np.ndarray | None = None  # [1, C, N] of the prompt's last token
+        self.residual = None  # [1, C, N] of the prompt's last token, the backend's array
         self.drafts_accepted = self.drafts_offered = 0
 
     @property
@@ -506,7 +508,7 @@ class _Generation:
         yield Reused(n_reused)
         prompt_ms = 1e3 * (time.perf_counter() - started)
         started = time.perf_counter()
-        n_prompt, is_read = len(self.request.prompt), not self.finish
+        n_prompt, n_read, is_read = len(self.request.prompt), self.cache.n_tokens - n_reused, not self.finish
         if is_read:
             for token in self._answer():
                 yield Token(token)
@@ -514,7 +516,7 @@ class _Generation:
         yield Done(
             self.n_generated, n_prompt, prompt_ms, 1e3 * (time.perf_counter() - started), self.finish,
             self.drafts_accepted, self.drafts_offered, n_reused, int(n_reused > 0), 1,
-            len(self.session.parking.entries), 0, 0.0, n_prompt - n_reused, 0,
+            len(self.session.parking.entries), 0, 0.0, n_read, 0,
         )  # fmt: skip
 
     # --- the prompt
@@ -565,7 +567,7 @@ class _Generation:
         if self.request.checkpoint and self.engine.options.prompt_cache and self.cache.n_tokens:
             self.session.checkpoints.add(self.cache.capture(), self.session.tick(), root=root)
 
-    def _fill_draft(self, residual: np.ndarray, next_ids: np.ndarray, first_cell: int) -> np.ndarray | None:
+    def _fill_draft(self, residual, next_ids: np.ndarray, first_cell: int):
         """Cells of the draft layer for every token whose successor is known; returns their residual."""
         if self.engine.spec == 1 or not len(next_ids):
             return None
@@ -597,12 +599,15 @@ class _Generation:
             yield from self._emit(tokens)
         self._fill_draft(residual, self._successors(residual), first_cell)
 
-    def _choices(self, logits: np.ndarray, drafts) -> list[int]:
+    def _choices(self, logits, drafts) -> list[int]:
         """The tokens that follow: the choice after each row, as long as the drafts before it were chosen themselves."""
         tokens: list[int] = []
-        for row in range(len(logits)):
+        greedy = self.request.sampling.greedy
+        rows = self.model.ops.greedy(logits) if greedy else self.model.ops.to_host(logits)
+        for row in range(len(rows)):
             at = self.n_context + row
-            token = choose(logits[row], self.context[:at], self.request.sampling, self.seed)
+            sampling = self.request.sampling
+            token = int(rows[row]) if greedy else choose(rows[row], self.context[:at], sampling, self.seed)
             self.context[at] = token
             tokens.append(token)
             done = token in self.stop_ids or at + 1 - len(self.request.prompt) >= self.request.max_new
@@ -619,23 +624,22 @@ class _Generation:
                 self.finish = "length"
             yield token
 
-    def _successors(self, residual: np.ndarray) -> np.ndarray:
+    def _successors(self, residual) -> np.ndarray:
         """The tokens emitted after each row of the latest window."""
-        return self.context[self.n_context - len(residual) : self.n_context]
+        return self.context[self.n_context - residual.shape[0] : self.n_context]
 
-    def _drafts(self, residual: np.ndarray, first_cell: int) -> np.ndarray:
+    def _drafts(self, residual, first_cell: int) -> np.ndarray:
         """Fill the draft layer's cells of the last window, then guess on from the last one, greedily."""
         drafts: list[int] = []
         n_wanted = min(self.engine.spec, self.request.max_new - self.n_generated) - 1
         rows = self._fill_draft(residual, self._successors(residual), first_cell)
-        cell = first_cell + len(residual)
+        cell = first_cell + residual.shape[0]
         while rows is not None and len(drafts) < n_wanted:
-            logits = self.model.draft_logits(rows[-1:])[0]
-            token = int(np.argmax(logits))
-            if 1 / np.exp(logits - logits[token]).sum() < DRAFT_FLOOR:
+            token, share = self.model.ops.greedy_with_share(self.model.draft_logits(rows[-1:]))
+            if share[0] < DRAFT_FLOOR:
                 break
-            drafts.append(token)
+            drafts.append(int(token[0]))
             if len(drafts) < n_wanted:
-                rows = self.model.draft(self.cache, rows[-1:], np.array([token], np.int32), cell)
+                rows = self.model.draft(self.cache, rows[-1:], np.array(drafts[-1:], np.int32), cell)
                 cell += 1
         return np.array(drafts, np.int32)

@@ -2,14 +2,16 @@
 
 It owns layout, capture and apply; it knows no file and no model (the sizes come in as a `CacheShape`). Invariant: the
 number of cells held changes only together with the state that folds the same tokens (`commit`, `rewind`, `zero`), so a
-K/V cut without its recurrent state cannot be written. Read next: engine.py, which decides when; sessionfile.py, which
-reads and fills the pools piece by piece.
+K/V cut without its recurrent state cannot be written. Pools and running state are the backend's arrays, snapshots are
+NumPy's. Read next: engine.py, which decides when; sessionfile.py, which reads and fills the pools piece by piece.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
+import kernels_cpu
 from kernels_cpu import CELL_F16, CELL_F32, CELL_INT8, CELL_Q4_0, PAGE, SCALE_GROUP
 
 GEOMETRY_SLOTS = (
@@ -107,18 +109,18 @@ class LayerPool:
     A conversation's first cells are a prefix of each array, so a part of a session file is a plain range of bytes.
     """
 
-    def __init__(self, shape: CacheShape, cell_format: CellFormat, index_dim: int):
+    def __init__(self, shape: CacheShape, cell_format: CellFormat, index_dim: int, ops):
         pages, heads, width = shape.n_cells // PAGE, shape.n_head_kv, shape.head_dim
-        self.format, self.head_dim, self.index_dim = cell_format, width, index_dim
+        self.format, self.head_dim, self.index_dim, self.ops = cell_format, width, index_dim, ops
 
         def pool(size_bytes):
-            return np.zeros((pages, heads, PAGE, size_bytes), np.uint8)
+            return ops.zeros((pages, heads, PAGE, size_bytes), np.uint8)
 
         self.k, self.v = pool(head_bytes(cell_format.k_storage, width)), pool(head_bytes(cell_format.v_storage, width))
         self.k_scale = pool(scale_bytes(cell_format.k_storage, width))
         self.v_scale = pool(scale_bytes(cell_format.v_storage, width))
         # One row a page and the spare row of the open block behind the last one.
-        self.pooled = np.zeros((pages + 1 if index_dim else 0, index_dim), np.float32)
+        self.pooled = ops.zeros((pages + 1 if index_dim else 0, index_dim))
 
     @property
     def size_bytes(self) -> int:
@@ -138,18 +140,19 @@ class PoolWindow:
         self.header = (
             pool.format.code, pages * PAGE, pool.k.shape[1], pool.head_dim, PAGE, rows, pool.index_dim,
         )  # fmt: skip
-        parts = (pool.k[:pages], pool.v[:pages], pool.k_scale[:pages], pool.v_scale[:pages], pool.pooled[:rows])
-        # A reshape of a prefix of a contiguous array is a view, which is what makes `write` reach the pool.
-        self._bytes = tuple(part.reshape(-1).view(np.uint8) for part in parts)
-        self.part_sizes = tuple(len(part) for part in self._bytes)
+        self._ops, self._arrays = pool.ops, (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.pooled)
+        used = (pages, pages, pages, pages, rows)
+        self.part_sizes = tuple(
+            n * array.dtype.itemsize * math.prod(array.shape[1:]) for n, array in zip(used, self._arrays, strict=True)
+        )
 
     def read(self, part: int, offset: int, out: np.ndarray) -> None:
         """Copy len(out) bytes of part `part` from `offset` into the uint8 array `out`."""
-        out[:] = self._bytes[part][offset : offset + len(out)]
+        self._ops.read_bytes(self._arrays[part], offset, out)
 
     def write(self, part: int, offset: int, data: np.ndarray) -> None:
         """Copy the uint8 array `data` over part `part` at `offset`."""
-        self._bytes[part][offset : offset + len(data)] = data
+        self._ops.write_bytes(self._arrays[part], offset, data)
 
 
 class Snapshot(NamedTuple):
@@ -177,47 +180,67 @@ class Snapshot(NamedTuple):
 class RunningState:
     """The arrays that every token changes; flat, so that a capture is one copy each."""
 
-    def __init__(self, shape: CacheShape):
-        sizes = shape.state_sizes
-        self.gdn, self.ple = np.zeros(sizes[0] // 4, np.float32), np.zeros(sizes[1] // 4, np.float32)
-        self.tails, self.dead = np.zeros(sizes[2] // 4, np.float32), np.zeros(sizes[3] // 4, np.float32)
-        self.block_pos = np.zeros(sizes[4] // 4, np.int32)
+    def __init__(self, shape: CacheShape, ops):
+        self._ops, sizes = ops, shape.state_sizes
+        self.gdn, self.ple, self.tails, self.dead = (ops.zeros(size // 4) for size in sizes[:4])
+        self.block_pos = np.zeros(sizes[4] // 4, np.int32)  # only files hold it: no kernel reads it
         g = dict(zip(GEOMETRY_SLOTS, shape.geometry, strict=True))
         self._layer_floats = shape.recurrent_floats
         self._recurrent = (g["ssm_v_heads"], g["ssm_state_size"], g["ssm_state_size"])
         self._channels, self._index_dim = g["ssm_conv_channels"], shape.index_dim
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple:
         return self.gdn, self.ple, self.tails, self.dead, self.block_pos
 
-    def recurrent(self, index: int) -> np.ndarray:
+    def on_host(self) -> tuple[np.ndarray, ...]:
+        """The arrays as NumPy ones, the state's own where the backend works on the host's memory."""
+        return *(self._ops.to_host(array) for array in self.arrays[:4]), self.block_pos
+
+    def capture(self) -> tuple[np.ndarray, ...]:
+        """The arrays as NumPy copies."""
+        return *(self._ops.host_copy(array) for array in self.arrays[:4]), self.block_pos.copy()
+
+    def fill(self, saved) -> None:
+        """Overwrite the arrays with NumPy ones of the same sizes."""
+        for array, data in zip(self.arrays[:4], saved[:4], strict=True):
+            self._ops.assign(array, data)
+        self.block_pos[:] = saved[4]
+
+    def zero(self) -> None:
+        for array in self.arrays[:4]:
+            self._ops.clear(array)
+        self.block_pos.fill(0)
+
+    def recurrent(self, index: int):
         """State [value heads, S_key, S_value] of the index-th gated delta net layer, a view."""
         start = index * self._layer_floats
-        return self.gdn[start : start + int(np.prod(self._recurrent))].reshape(self._recurrent)
+        return self.gdn[start : start + math.prod(self._recurrent)].reshape(*self._recurrent)
 
-    def conv(self, index: int) -> np.ndarray:
+    def conv(self, index: int):
         """The last convolution inputs [taps - 1, channels] of the index-th gated delta net layer, a view."""
-        start = index * self._layer_floats + int(np.prod(self._recurrent))
-        return self.gdn[start : (index + 1) * self._layer_floats].reshape(-1, self._channels)
+        start, end = index * self._layer_floats + math.prod(self._recurrent), (index + 1) * self._layer_floats
+        return self.gdn[start:end].reshape((end - start) // self._channels, self._channels)
 
-    def tail(self, index: int) -> np.ndarray:
+    def tail(self, index: int):
         """Raw index keys [3, D] of the open block of the index-th attention layer, a view."""
-        return self.tails.reshape(-1, PAGE - 1, self._index_dim)[index]
+        size = (PAGE - 1) * self._index_dim
+        return self.tails[index * size : (index + 1) * size].reshape(PAGE - 1, self._index_dim)
 
-    def spare_key(self, index: int) -> np.ndarray:
+    def spare_key(self, index: int):
         """The key [D] that stands for the open block of the index-th attention layer, a view."""
-        return self.dead.reshape(-1, self._index_dim)[index]
+        return self.dead[index * self._index_dim : (index + 1) * self._index_dim]
 
 
 class Cache:
     """One timeline: pools, running state and the tokens they hold."""
 
-    def __init__(self, shape: CacheShape):
-        self.shape = shape
-        self.pools = [LayerPool(shape, shape.cell_format, shape.index_dim) for _ in range(shape.n_attention)]
-        self.draft_pool = LayerPool(shape, shape.draft_format, 0) if shape.has_draft else None
-        self.state = RunningState(shape)
+    def __init__(self, shape: CacheShape, ops=kernels_cpu):
+        """`ops` is the backend whose arrays hold it all."""
+        self.shape, self._ops = shape, ops
+        self.pools = [LayerPool(shape, shape.cell_format, shape.index_dim, ops) for _ in range(shape.n_attention)]
+        self.draft_pool = LayerPool(shape, shape.draft_format, 0, ops) if shape.has_draft else None
+        self.state = RunningState(shape, ops)
         self._ids = np.empty(shape.n_cells, np.int32)
         self._n_tokens = 0
 
@@ -251,24 +274,22 @@ class Cache:
 
     def capture(self) -> Snapshot:
         """A copy of the running state and its tokens; cells are not in it, they are addressed by position."""
-        return Snapshot(self.ids.copy(), *(array.copy() for array in self.state.arrays))
+        return Snapshot(self.ids.copy(), *self.state.capture())
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot whose cells the pools still hold; later cells are overwritten by what is read next."""
-        for array, saved in zip(self.state.arrays, snapshot[1:], strict=True):
-            array[:] = saved
+        self.state.fill(snapshot[1:])
         self._n_tokens = snapshot.n_tokens
         self._ids[: self._n_tokens] = snapshot.ids
         self._place_spare_keys()
 
     def zero(self) -> None:
         """Forget everything."""
-        for array in self.state.arrays:
-            array.fill(0)
+        self.state.zero()
         self._n_tokens = 0
 
     def _place_spare_keys(self) -> None:
         # The row behind the last complete block stands for the open one; longer or discarded text may have used it.
         if self.shape.index_dim:
             for index, pool in enumerate(self.pools):
-                pool.pooled[self._n_tokens // PAGE] = self.state.spare_key(index)
+                self._ops.assign(pool.pooled[self._n_tokens // PAGE], self.state.spare_key(index))

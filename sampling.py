@@ -29,6 +29,11 @@ class SamplingOptions:
     def penalised(self) -> bool:
         return self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the choice is the most probable token as it stands."""
+        return self.temperature <= 0 and not (self.penalised and self.repeat_last_n)
+
 
 def choose(logits: np.ndarray, context: np.ndarray, options: SamplingOptions, seed: int) -> int:
     """The token that follows `context` (int32, all tokens so far); logits float32 [V] may be mutated."""

@@ -18,9 +18,12 @@ def _record(ids: np.ndarray, arrays, used: int) -> Record:
 
 
 def image_of(cache: Cache, n_layers: int, cvec: bool, used: int, checkpoint: Checkpoint | None) -> Image:
-    """The live state (not copied) and at most one checkpoint; K/V comes from the cache's windows."""
+    """The live state (the cache's own arrays where they are the host's) and at most one checkpoint; no K/V.
+
+    A save takes K/V from the cache's windows, piece by piece.
+    """
     kept = [_record(checkpoint.snapshot.ids, checkpoint.snapshot[1:], checkpoint.used)] if checkpoint else []
-    return Image(cache.shape.geometry, 0, n_layers, cvec, _record(cache.ids, cache.state.arrays, used), kept)
+    return Image(cache.shape.geometry, 0, n_layers, cvec, _record(cache.ids, cache.state.on_host(), used), kept)
 
 
 def limits_of(cache: Cache, max_tokens: int, max_checkpoints: int, n_layers: int) -> Limits:
@@ -92,10 +95,10 @@ class StateSink:
 
 
 def live_sink(cache: Cache) -> StateSink:
-    """Room in the running state itself."""
-    return StateSink(cache.state.arrays)
+    """Room in the running state itself, or beside it where that is not in the host's memory; `Cache.rewind` follows."""
+    return StateSink(cache.state.on_host())
 
 
 def checkpoint_sink(cache: Cache) -> StateSink:
     """Room of its own; raises MemoryError where there is none."""
-    return StateSink([np.empty_like(array) for array in cache.state.arrays])
+    return StateSink([np.empty_like(array) for array in cache.state.on_host()])
