@@ -5,6 +5,7 @@ disk busy while the caller works; it knows nothing of what the bytes mean. Invar
 was or the whole new file, and at most two blocks are alive for each open file. Read next: sessionfile.py.
 """
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -170,7 +171,6 @@ class BlockWriter:
         self._offset = 0  # in the file, of the block that is being filled
         self._filled = 0
         self._pending: Future | None = None
-        self._handed_over = 0
 
     def __enter__(self) -> "BlockWriter":
         head, slash, self._leaf = self._path.rpartition("/")
@@ -238,18 +238,19 @@ class BlockWriter:
         self._filled += size
 
     def _hand_over(self, size: int) -> None:
-        self._wait()
+        """Have the block written; the other one is free as soon as the write before this one is done."""
+        before = self._pending
         self._pending = self._thread.submit(self._write, self._block[:size], self._offset)
+        self._wait(before, self._offset)  # with the next write queued already, the disk is never kept waiting
         self._offset += self._filled
         self._filled = 0
         self._block, self._spare = self._spare, self._block
 
-    def _wait(self) -> None:
-        """Wait for the block that the helper thread is writing, and report it."""
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-            self._progress(self._offset, self.size_bytes)
+    def _wait(self, write: Future | None, end: int) -> None:
+        """Wait until the file is written up to `end`, and report it."""
+        if write is not None:
+            write.result()
+            self._progress(end, self.size_bytes)
 
     def _write(self, data: np.ndarray, offset: int) -> None:
         """Write all of `data`; runs in the helper thread."""
@@ -291,12 +292,11 @@ class BlockWriter:
         """Write the last block, padded to whole units for a direct transfer and cut again."""
         end = self._offset + self._filled
         assert end == self.size_bytes, f"{end} bytes were written of {self.size_bytes}"
-        self._wait()
+        # The helper may still fall back to buffered writing: padding that was not needed is cut off all the same.
         padded = -self._filled % DIRECT_UNIT if self._direct else 0
-        if self._filled:
-            self._block[self._filled : self._filled + padded] = 0
-            self._hand_over(self._filled + padded)
-            self._wait()
+        self._block[self._filled : self._filled + padded] = 0
+        self._hand_over(self._filled + padded)
+        self._wait(self._pending, end)
         if padded:
             self.step = "cutting the file to its size"
             system.truncate(self._descriptor, self.size_bytes)
@@ -324,7 +324,7 @@ class BlockReader:
         _check_path(path)
         self._path = path
         self._blocks: list[np.ndarray] = []
-        self._pending: Future | None = None
+        self._queued: collections.deque[Future] = collections.deque()
 
     def __enter__(self) -> "BlockReader":
         with contextlib.ExitStack() as undo:
@@ -348,7 +348,8 @@ class BlockReader:
 
     def _forget_all(self) -> None:
         if self._blocks:  # a file that was only looked into keeps its place in the cache
-            self._blocks, self._pending = [], None
+            self._blocks = []
+            self._queued.clear()
             _forget(self._descriptor, 0, 0)
 
     def _open(self) -> int:
@@ -377,27 +378,29 @@ class BlockReader:
             n_blocks = 2 if self.size_bytes > BLOCK_BYTES else 1
             self._blocks = [allocate_block(self.size_bytes) for _ in range(n_blocks)]
         self._forget = forget
-        self._ahead(0)
+        self._queued.clear()
+        self._asked = 0
+        self._ask()
 
-    def _ahead(self, offset: int) -> None:
-        """Have the helper thread read the block at `offset`, if there is one."""
-        self._offset = offset
-        size = min(BLOCK_BYTES, self.size_bytes - offset)
-        if size > 0:
-            block = self._blocks[offset // BLOCK_BYTES % 2]
-            self._pending = self._thread.submit(self._read, block[:size], offset)
+    def _ask(self) -> None:
+        """Have the helper thread read one block more, if there is one."""
+        offset = self._asked * BLOCK_BYTES
+        if offset < self.size_bytes:
+            block = self._blocks[self._asked % 2][: self.size_bytes - offset]
+            self._queued.append(self._thread.submit(self._read, block, offset))
+            self._asked += 1
 
     def next_block(self) -> np.ndarray:
         """The next block; it is overwritten when the one after it is asked for."""
-        pending, self._pending = self._pending, None
-        block = pending.result()
-        self._ahead(self._offset + BLOCK_BYTES)
-        return block
+        self._ask()  # into the block that the caller is done with, before waiting: the helper thread never idles
+        return self._queued.popleft().result()
 
     def _read(self, block: np.ndarray, offset: int) -> np.ndarray:
         """Fill a block; runs in the helper thread."""
-        if self._forget and offset:
-            _forget(self._descriptor, offset - BLOCK_BYTES, BLOCK_BYTES)
+        if self._forget and offset >= 2 * BLOCK_BYTES:
+            # Not the block just read: its last pages still wait in a list of this processor, and to give them back
+            # the kernel would have every other processor empty such lists as well.
+            _forget(self._descriptor, offset - 2 * BLOCK_BYTES, BLOCK_BYTES)
         self._fill(block, offset)
         return block
 

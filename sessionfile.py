@@ -683,7 +683,7 @@ class SessionReader:
             try:
                 sink.write(part, done, piece)
             except Exception as error:  # whatever a pool raises, it is half written now
-                raise SessionError("io", "sink", f"the K/V could not be taken: {error}") from error
+                raise SessionError("io", "sink", f"what was read could not be taken: {error}") from error
             done += piece.size
 
 

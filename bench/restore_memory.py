@@ -2,23 +2,24 @@
 
 First with the running state going to pools as well, then with it read into arrays, as an engine that checks it before
 it copies does; that one rises by the state's own size. Linux only: the peak is taken from /proc.
+
+Usage: restore_memory.py [--folder DIR]
 """
 
-import argparse
 import json
 import os
 import pathlib
+import platform
 import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import numpy as np  # noqa: E402
-import referencesession  # noqa: E402
+import numpy as np
+from verify_rate import IDENTITY, STATE_BYTES, bench_arguments, reference_image, reference_layers
 
-from sessionfile import Limits, SessionReader, write_session  # noqa: E402
+from sessionfile import Limits, SessionReader, write_session
 
 TARGET_MIB = 48
 
@@ -46,7 +47,7 @@ def restore(path: str, pools: list[Pool], record_pools: list[Pool], *, keep_stat
     """Peak rise in MiB and seconds of both passes."""
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak begins again at what is resident now
     before, begin = resident("VmRSS"), time.perf_counter()
-    with SessionReader(path, referencesession.IDENTITY, Limits(), keep_state=keep_state) as reader:
+    with SessionReader(path, IDENTITY, Limits(), keep_state=keep_state) as reader:
         first_s = time.perf_counter() - begin
         reader.apply(pools, [] if keep_state else record_pools)
     return {
@@ -57,25 +58,26 @@ def restore(path: str, pools: list[Pool], record_pools: list[Pool], *, keep_stat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", help="where the temporary folder goes, to choose the disk")
-    args = parser.parse_args()
-    layers = referencesession.layers()
+    args = bench_arguments(__doc__.splitlines()[0]).parse_args()
+    layers = reference_layers()
     pools = [Pool(layer.part_sizes) for layer in layers]
-    record_pools = [Pool(referencesession.STATE_BYTES) for _ in range(2)]
+    record_pools = [Pool(STATE_BYTES) for _ in range(2)]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = os.path.join(folder, "bench.bin")
-        write_session(path, referencesession.image(), referencesession.IDENTITY, layers)
+        write_session(path, reference_image(), IDENTITY, layers)
         restore(path, pools, record_pools, keep_state=False)  # compiles what is compiled once
         results = {
             "state_to_pools": restore(path, pools, record_pools, keep_state=False),
             "state_to_arrays": restore(path, pools, record_pools, keep_state=True),
         }
-    state_mib = round(2 * sum(referencesession.STATE_BYTES) / (1 << 20), 1)
-    for name, result in results.items():
-        print(f"{name}: {result['rise_mib']} MiB, {result['both_passes_s']} s")
-    print(f"target: {TARGET_MIB} MiB; the state of both records is {state_mib} MiB")
-    print(json.dumps(results | {"target_mib": TARGET_MIB, "state_mib": state_mib}))
+    results |= {"target_mib": TARGET_MIB, "state_mib": round(2 * sum(STATE_BYTES) / (1 << 20), 1)}
+    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}")
+    for name in ("state_to_pools", "state_to_arrays"):
+        print(f"rise, {name.replace('_', ' ')}: {results[name]['rise_mib']} MiB")
+        print(f"restore, {name.replace('_', ' ')}: {results[name]['both_passes_s']} s")
+    print(f"target of the first: {TARGET_MIB} MiB")
+    print(f"state of both records: {results['state_mib']} MiB")
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,70 @@
 """How fast a session file is verified beside `dd` reading it: cold and warm, medians, the two in turn.
 
-The cold runs begin with the file out of the page cache, the warm ones with all of it there. Prints a table and one line
-of JSON. The file (1.2 GB) lies in a temporary folder and goes at the end.
+The file is of the reference geometry: 63,025 tokens, twelve int8 layers and a draft layer, a checkpoint of 118 MB;
+1.2 GB in a temporary folder that goes at the end. Cold runs begin with the file out of the page cache, warm ones with
+all of it there. The last line is everything as JSON.
+
+Usage: verify_rate.py [--rounds N] [--folder DIR]
 """
 
 import argparse
 import json
 import os
 import pathlib
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import referencesession  # noqa: E402
+import numpy as np
 
-from sessionfile import verify_session, write_session  # noqa: E402
+from sessionfile import Checkpoint, Identity, Image, KvHeader, verify_session, write_session
+
+STRATA = pathlib.Path(__file__).resolve().parent.parent / "strata.py"
+N_TOKENS = 63_025
+CELLS = 63_028  # whole pages
+GEOMETRY = (2560, 48, 4, 128, 16, 32, 4, 8192, 4096, 24, 2, 256, 4, 128, 4, 64, 512, 768)
+STATE_BYTES = (117_669_808, 368_640, 18_432, 6_144, 48)  # of the live record, and as much of its checkpoint
+IDENTITY = Identity(0x1111222233334444, 0x5555666677778888)
+FILE_BYTES = 1_198_691_376
+TILE = np.random.default_rng(0).integers(0, 256, (16 << 20) + 4096, dtype=np.uint8)
+
+
+class Layer:
+    """A K/V source whose bytes are a random tile over and over, begun at another place in each layer."""
+
+    def __init__(self, index: int, *, indexer: bool):
+        pooled_rows = N_TOKENS // 4 + 1 if indexer else 0
+        self.header = KvHeader(1, CELLS, 2, 256, 4, pooled_rows, 128 if indexer else 0)
+        self.part_sizes = (CELLS * 512, CELLS * 512, CELLS * 16, CELLS * 16, pooled_rows * 512)
+        self._start = index * 17
+
+    def read(self, part: int, offset: int, out: np.ndarray) -> None:
+        out[:] = TILE[self._start : self._start + out.size]
+
+
+def reference_layers() -> list[Layer]:
+    return [*(Layer(i, indexer=True) for i in range(12)), Layer(12, indexer=False)]
+
+
+def reference_image() -> Image:
+    ids = np.random.default_rng(1).integers(0, 150_000, N_TOKENS, dtype=np.int32)
+
+    def record() -> Checkpoint:
+        return Checkpoint(ids, [], *(np.resize(TILE, size) for size in STATE_BYTES))
+
+    return Image(GEOMETRY, 0, 48, False, record(), [record()])
+
+
+def bench_arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", help="not used: every bench takes it")
+    parser.add_argument("--folder", help="where the temporary folder goes, to choose the disk")
+    return parser
 
 
 def evict(path: str) -> None:
@@ -33,48 +78,52 @@ def dd(path: str) -> None:
 
 
 def command(path: str) -> None:
-    subprocess.run([sys.executable, str(ROOT / "strata.py"), "session", "verify", "--quiet", path], check=True)
+    arguments = [sys.executable, str(STRATA), "session", "verify", "--quiet", path]
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
 
 
-def rate(read, path: str, *, warm: bool) -> float:
-    """GB/s of one reading."""
+def duration_s(read, path: str, *, warm: bool) -> float:
+    """Seconds of one reading."""
     evict(path)
     if warm:
         dd(path)
     begin = time.perf_counter()
     read(path)
-    return os.path.getsize(path) / (time.perf_counter() - begin) / 1e9
+    return time.perf_counter() - begin
 
 
 def measure(path: str, *, warm: bool, n_rounds: int) -> dict[str, float]:
-    rates = {"dd": [], "verify": []}
+    """Medians in GB/s, and the ratio of the two."""
+    rates = {dd: [], verify_session: []}
     for _ in range(n_rounds):
-        rates["dd"].append(rate(dd, path, warm=warm))
-        rates["verify"].append(rate(verify_session, path, warm=warm))
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    ratios = [v / d for v, d in zip(rates["verify"], rates["dd"], strict=True)]
-    return medians | {"ratio": medians["verify"] / medians["dd"], "median_of_ratios": statistics.median(ratios)}
+        for read, values in rates.items():
+            values.append(FILE_BYTES / duration_s(read, path, warm=warm) / 1e9)
+    dd_rate, verify_rate = (statistics.median(values) for values in rates.values())
+    return {"dd_gb_per_s": dd_rate, "verify_gb_per_s": verify_rate, "ratio": verify_rate / dd_rate}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = bench_arguments(__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", help="where the temporary folder goes, to choose the disk")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         path = os.path.join(folder, "bench.bin")
+        image = reference_image()
         begin = time.perf_counter()
-        size = write_session(path, referencesession.image(), referencesession.IDENTITY, referencesession.layers())
-        write_gbs = size / (time.perf_counter() - begin) / 1e9
-        assert size == referencesession.FILE_BYTES
+        size_bytes = write_session(path, image, IDENTITY, reference_layers())
+        write_rate = size_bytes / (time.perf_counter() - begin) / 1e9
+        assert size_bytes == FILE_BYTES
         verify_session(path)  # compiles what is compiled once
         results = {kind: measure(path, warm=kind == "warm", n_rounds=args.rounds) for kind in ("cold", "warm")}
-        results["command_s"] = size / rate(command, path, warm=True) / 1e9
-    results |= {"file_bytes": size, "write_gb_per_s": write_gbs, "rounds": args.rounds}
+        results["command_s"] = duration_s(command, path, warm=True)
+    results |= {"file_bytes": size_bytes, "write_gb_per_s": write_rate, "rounds": args.rounds}
+    print(f"machine: {platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}")
     for kind in ("cold", "warm"):
-        row = results[kind]
-        print(f"{kind}: dd {row['dd']:.2f} GB/s, verify {row['verify']:.2f} GB/s, ratio {row['ratio']:.2f}")
-    print(f"write {write_gbs:.2f} GB/s; the whole command, warm: {results['command_s']:.2f} s")
+        print(f"dd, {kind}: {results[kind]['dd_gb_per_s']:.2f} GB/s")
+        print(f"verify, {kind}: {results[kind]['verify_gb_per_s']:.2f} GB/s")
+        print(f"verify to dd, {kind}: {results[kind]['ratio']:.2f}")
+    print(f"write: {write_rate:.2f} GB/s")
+    print(f"strata session verify, warm, with its start: {results['command_s']:.2f} s")
     print(json.dumps(results))
 
 

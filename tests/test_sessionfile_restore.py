@@ -178,7 +178,7 @@ def test_page_cache_is_kept_for_the_second_pass_and_given_back_after_it(large, m
     with SessionReader(large, LARGE, Limits()) as reader:
         assert ranges == []
         reader.apply(pools(reader.part_sizes, []))
-        assert ranges == [(0, BLOCK_BYTES), (BLOCK_BYTES, BLOCK_BYTES)]
+        assert ranges == [(0, BLOCK_BYTES)]
     assert ranges[-1] == (0, 0)
 
 
