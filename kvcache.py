@@ -250,8 +250,10 @@ class Cache:
 
     @property
     def ids(self) -> np.ndarray:
-        """The tokens held, a view int32 [n_tokens]."""
-        return self._ids[: self._n_tokens]
+        """The tokens held, a view int32 [n_tokens] that cannot be written: state and cells would not follow."""
+        view = self._ids[: self._n_tokens]
+        view.flags.writeable = False
+        return view
 
     @property
     def size_bytes(self) -> int:

@@ -260,7 +260,9 @@ def test_norm_and_rotation_of_heads(paired, rotated):
     x, weight, positions = normal(rng, 5, 3, 48), normal(rng, 1, 48), np.array([0, 1, 2, 1000, 262_143])
     half = rotated // 2
     tables = rope_tables(positions, half, 1e6)
-    first, second = (np.arange(half) * 2, np.arange(half) * 2 + 1) if paired else (np.arange(half), np.arange(half) + half)
+    first, second = (
+        (np.arange(half) * 2, np.arange(half) * 2 + 1) if paired else (np.arange(half), np.arange(half) + half)
+    )
     turn = np.exp(1j * positions[:, None, None] * 1e6 ** (-np.arange(half) / half))
     none = np.empty((0, 48), np.float32)
     for norm in (weight, none):
@@ -363,7 +365,9 @@ def test_attention_over_one_cell_is_its_value_to_the_bit(name):
     x, q = awkward(rng, 8, 3, 64), normal(rng, 1, 6, 64)
     for cell in x:
         pool, out = Cells(STORAGES[name], 4, 3, 64).append(cell[None]), np.empty_like(q)
-        ops.attention(pool.storage, pool.storage, pool.codes, pool.scales, pool.codes, pool.scales, q, 0, np.float32(1), out)
+        ops.attention(
+            pool.storage, pool.storage, pool.codes, pool.scales, pool.codes, pool.scales, q, 0, np.float32(1), out
+        )
         np.testing.assert_array_equal(out[0], np.repeat(pool.values()[0], 2, axis=0))
 
 
@@ -403,7 +407,9 @@ class Attended:
 
     def plain(self, token: int, cells: np.ndarray) -> np.ndarray:
         """One token's attention over `cells` in float64."""
-        keys, values = (np.repeat(pool.values()[cells].astype(np.float64), self.group, axis=1) for pool in (self.k, self.v))
+        keys, values = (
+            np.repeat(pool.values()[cells].astype(np.float64), self.group, axis=1) for pool in (self.k, self.v)
+        )
         scores = np.einsum("hd,chd->hc", self.q[token].astype(np.float64), keys) * SCALE
         return np.einsum("hc,chd->hd", reference.softmax(scores), values)
 
@@ -493,7 +499,9 @@ def test_pooled_keys(width):
     ops.pool_keys(raw, 0, tail, dead, weight, EPS, frequency, pooled)
     means = raw[:20].astype(np.float64).reshape(5, 4, width).mean(axis=1)
     expected = reference.rms(means, weight[0], EPS)
-    turned = (expected[:, :half] + 1j * expected[:, half : 2 * half]) * np.exp(1j * np.arange(0, 20, 4)[:, None] * frequency)
+    turned = (expected[:, :half] + 1j * expected[:, half : 2 * half]) * np.exp(
+        1j * np.arange(0, 20, 4)[:, None] * frequency
+    )
     expected[:, : 2 * half] = np.concatenate([turned.real, turned.imag], axis=1)
     np.testing.assert_allclose(pooled[:5], expected, rtol=0, atol=2e-6)
     assert not pooled[5:].any()
@@ -681,7 +689,13 @@ def table_rows(ids, previous, order):
     heads = 2 * (order - 1)
     rows = np.empty((len(ids), heads), np.int64)
     ops.ngram_rows(
-        np.array(ids, np.int32), np.array(previous, np.int64), EOS, MULTIPLIERS[:order], SIZES[:heads], OFFSETS[:heads], rows
+        np.array(ids, np.int32),
+        np.array(previous, np.int64),
+        EOS,
+        MULTIPLIERS[:order],
+        SIZES[:heads],
+        OFFSETS[:heads],
+        rows,
     )
     return rows.tolist()
 
@@ -731,7 +745,9 @@ def test_n_gram_convolution(taps, dilation):
     normed, gated, residual = normal(rng, 3, 14, channels)
     weight, history = normal(rng, taps, channels), normal(rng, before, channels)
     padded = np.concatenate([history, normed])
-    convolved = sum(padded[tap * dilation : tap * dilation + 14].astype(np.float64) * weight[tap] for tap in range(taps))
+    convolved = sum(
+        padded[tap * dilation : tap * dilation + 14].astype(np.float64) * weight[tap] for tap in range(taps)
+    )
     written, state = residual.copy(), history.copy()
     ops.ngram_conv(normed, state, weight, dilation, gated, written)
     np.testing.assert_allclose(written, residual + gated + reference.silu(convolved), rtol=0, atol=4e-6)
