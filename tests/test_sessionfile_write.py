@@ -551,3 +551,35 @@ def test_a_killed_process_leaves_the_old_file_and_a_hidden_one(target):
     assert re.fullmatch(r"\.chat\.bin\.[0-9a-f]{16}\.tmp", left)
     write_sample(target)
     assert [entry.name for entry in list_sessions(target.parent)] == [target.name]
+
+
+class Holes(blockfile.PosixSystem):
+    """Leaves blocks of zeros out of the file, and reads them without the disk."""
+
+    def write(self, descriptor, data, offset):
+        return super().write(descriptor, data, offset) if data.any() else data.size
+
+    def read(self, descriptor, data, offset):
+        try:
+            if os.lseek(descriptor, offset, os.SEEK_DATA) < offset + data.size:
+                return super().read(descriptor, data, offset)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # which says that from here on there is nothing but a hole
+                raise
+        data[:] = 0
+        return data.size
+
+
+class Zeros(Pattern):
+    def read(self, part, offset, out):
+        out[:] = 0
+
+
+def test_sizes_past_32_bits(target, monkeypatch):
+    use(monkeypatch, Holes())
+    large = (4 << 30) + 1
+    size = write_session(target, bare_image(), Identity(1, 2), [Zeros(large)])
+    assert target.stat().st_size == size > 1 << 32
+    assert target.stat().st_blocks * 512 < 100 << 20
+    info = verify_session(target)
+    assert (info.size_bytes, info.image.kv[0].part_sizes) == (size, (large, 0, 3, 0, 0))
