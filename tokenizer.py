@@ -51,6 +51,11 @@ LLAMA3_FAMILIES = frozenset(
     {"llama-bpe"}
 )  # words of the vocabulary are taken whole; a start token unless the file says no
 
+# What the metadata must be, where it is there: a list of these, or one of these.
+LIST_KEYS = {"ggml.tokens": str, "ggml.token_type": int, "ggml.merges": str}
+ID_KEYS = ("ggml.bos_token_id", "ggml.eos_token_id", "ggml.eot_token_id", "ggml.eom_token_id")
+PLAIN_KEYS = {"ggml.pre": str, "chat_template": str, "ggml.add_bos_token": bool} | dict.fromkeys(ID_KEYS, int)
+
 # Token types of the GGUF specification. Normal tokens are spelled in the byte alphabet, the others in plain text.
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 
@@ -74,6 +79,7 @@ class Tokenizer:
 
     def __init__(self, metadata: dict[str, object]):
         """Take a file's `tokenizer.*` metadata, keys without that prefix; raises TokenizerError."""
+        _check_types(metadata)
         self._tokens: list[str] = metadata["ggml.tokens"]
         self._types: list[int] = metadata.get("ggml.token_type") or [1] * len(self._tokens)
         if len(self._types) != len(self._tokens):
@@ -93,9 +99,11 @@ class Tokenizer:
         """The tokenizer in a GGUF file (of a split one: its first part)."""
         try:
             fields = open_gguf(path).fields
+            metadata = tokenizer_metadata(fields)
         except GgufError as error:
             raise TokenizerError(str(error)) from error
-        metadata = tokenizer_metadata(fields)
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{path}: the tokenizer's metadata is not UTF-8: {error}") from error
         kind = metadata.get("ggml.model", "none")
         if kind == "none" or "ggml.tokens" not in metadata:
             raise TokenizerError(f"{path}: no tokenizer in this file; token ids work without one, text does not")
@@ -213,6 +221,16 @@ class Tokenizer:
             return _chat_environment().from_string(self.chat_template)
         except jinja2.TemplateError as error:
             raise TokenizerError(f"the model's chat template cannot be compiled: {error}") from error
+
+
+def _check_types(metadata: dict[str, object]) -> None:
+    for key, kind in LIST_KEYS.items():
+        value = metadata.get(key, [])
+        if type(value) is not list or any(type(item) is not kind for item in value):
+            raise TokenizerError(f"tokenizer.{key} is not a list of type {kind.__name__}")
+    for key, kind in PLAIN_KEYS.items():
+        if key in metadata and type(metadata[key]) is not kind:
+            raise TokenizerError(f"tokenizer.{key} is not of type {kind.__name__}")
 
 
 class StreamDecoder:

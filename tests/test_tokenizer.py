@@ -1,5 +1,8 @@
 """Text to ids and back: a small vocabulary written here, and the facts of a real one."""
 
+import pathlib
+import re
+
 import gguf
 import pytest
 
@@ -201,6 +204,36 @@ def test_metadata_that_cannot_be_used_is_named(load, metadata, message):
     with pytest.raises(TokenizerError, match=message) as caught:
         load(**metadata)
     assert "model.gguf" in str(caught.value)
+
+
+GOOD = {"ggml.tokens": TOKENS, "ggml.token_type": TYPES, "ggml.merges": MERGES, "ggml.eos_token_id": IM_END}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ggml.tokens", [*TOKENS[:-1], 5], "tokenizer.ggml.tokens is not a list of type str"),
+        ("ggml.tokens", "abc", "tokenizer.ggml.tokens is not a list of type str"),
+        ("ggml.merges", [1], "tokenizer.ggml.merges is not a list of type str"),
+        ("ggml.token_type", [True] * len(TOKENS), "tokenizer.ggml.token_type is not a list of type int"),
+        ("ggml.pre", 1, "tokenizer.ggml.pre is not of type str"),
+        ("ggml.eot_token_id", "2", "tokenizer.ggml.eot_token_id is not of type int"),
+        ("ggml.add_bos_token", 1, "tokenizer.ggml.add_bos_token is not of type bool"),
+        ("chat_template", ["a"], "tokenizer.chat_template is not of type str"),
+    ],
+)
+def test_metadata_of_another_type_is_named(key, value, message):
+    assert Tokenizer(GOOD).n_vocab == len(TOKENS)
+    with pytest.raises(TokenizerError, match=re.escape(message)):
+        Tokenizer(GOOD | {key: value})
+
+
+def test_metadata_that_is_not_utf8_is_refused(tmp_path):
+    path = write_model(tmp_path / "model.gguf")
+    whole = pathlib.Path(path).read_bytes()
+    pathlib.Path(path).write_bytes(whole.replace(b"<think>", b"<th\xff\xffk>"))
+    with pytest.raises(TokenizerError, match=r"model\.gguf: the tokenizer's metadata is not UTF-8"):
+        Tokenizer.load(path)
 
 
 def test_bytes_alone_need_no_merges(load):
