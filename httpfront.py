@@ -323,19 +323,18 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     return error_response(ApiError(500, "the server failed in this request; its log says where"))
 
 
-async def _hung_up(receive, stop: Callable[[], None]) -> None:
-    """Call ``stop`` when the client has gone; its body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    stop()
-
-
 @contextlib.asynccontextmanager
-async def _stopped_on_hang_up(receive, generation: Generation) -> AsyncIterator[None]:
-    """The generation ends with this block at the latest, and as soon as the client hangs up."""
-    watcher = asyncio.create_task(_hung_up(receive, generation.stop))
+async def _stopped_on_hang_up(receive, generation: Generation) -> AsyncIterator[asyncio.Task]:
+    """The generation ends with this block at the latest, and when the client hangs up: then the task is done."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.stop()
+
+    watcher = asyncio.create_task(watch())
     try:
-        yield
+        yield watcher
     finally:
         watcher.cancel()
         generation.stop()
@@ -354,9 +353,13 @@ class EventStream(Response):
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with _stopped_on_hang_up(receive, self._generation):
+        async with _stopped_on_hang_up(receive, self._generation) as watcher:
             async for block in self._blocks:
                 await send({"type": "http.response.body", "body": block, "more_body": True})
+                # A child that is ahead of us would keep the loop here, deaf to hang-ups and to everyone else.
+                await asyncio.sleep(0)
+                if watcher.done():
+                    break
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -48,6 +48,7 @@ li .facts { font-size: .85em; opacity: .8; }
 li .match { color: var(--good); }
 li .mismatch { color: var(--bad); }
 button { font: inherit; padding: .2rem .7rem; }
+li button { margin: .2rem .4rem 0 0; }
 #error { color: var(--bad); padding: 0 1rem; min-height: 1.5em; overflow-wrap: anywhere; }
 @media (max-width: 50rem) { body { grid-template: auto 2fr 1fr / 1fr; } aside { border-left: 0; } }
 </style>

@@ -67,6 +67,8 @@ class Silent:
 class RunningFront:
     """A server that has come up, and the folder through which its child is scripted."""
 
+    deadline_s = DEADLINE_S
+
     def __init__(self, folder: pathlib.Path, model: str, *, command=None, wait=True, **options):
         self.folder = folder
         self.scripts = folder / "scripts"
@@ -80,12 +82,12 @@ class RunningFront:
         self.url = f"http://127.0.0.1:{self.port}"
         key = self.options.access.api_key
         self.client = httpx.Client(
-            base_url=self.url, timeout=DEADLINE_S, headers={"Authorization": f"Bearer {key}"} if key else None
+            base_url=self.url, timeout=self.deadline_s, headers={"Authorization": f"Bearer {key}"} if key else None
         )
         self._up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
-        self._up.wait(DEADLINE_S)
+        self._up.wait(self.deadline_s)
         if wait:
             self.wait_for(lambda: self.get("/health").status_code == 200, "health 200")
 
@@ -102,7 +104,7 @@ class RunningFront:
     def stop(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.server.end)
-        self._thread.join(DEADLINE_S)
+        self._thread.join(self.deadline_s)
         self.client.close()
         assert not self._thread.is_alive(), "the front did not end"
         assert not (self.scripts / "overlap").exists(), "two children at once"
@@ -159,10 +161,10 @@ class RunningFront:
     def pids(self) -> list[int]:
         return [int(line) for line in (self.scripts / "starts").read_text().split()]
 
-    @staticmethod
-    def wait_for(condition, what: str) -> None:
+    @classmethod
+    def wait_for(cls, condition, what: str) -> None:
         """Ask until it holds; a deadline far above any real time ends a test that would hang."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + cls.deadline_s
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain for {what}"
             time.sleep(0.005)
@@ -174,7 +176,7 @@ class RunningFront:
         thread = threading.Thread(target=lambda: results.append(work()))
         thread.start()
         yield results
-        thread.join(DEADLINE_S)
+        thread.join(self.deadline_s)
         assert not thread.is_alive(), "a request never ended"
 
 

@@ -59,7 +59,7 @@ class Process:
         RunningFront.verbs,
         RunningFront.pids,
     )
-    wait_for = staticmethod(RunningFront.wait_for)
+    wait_for, deadline_s = RunningFront.wait_for, DEADLINE_S
     meanwhile = RunningFront.meanwhile
 
     def _read(self) -> None:
