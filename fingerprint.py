@@ -193,8 +193,12 @@ def _crc_move(register, shift):
 
 
 def _as_bytes(data) -> np.ndarray:
-    # A writable copy of bytes, which are short here: every kernel would be compiled again for read-only arrays.
-    return data if isinstance(data, np.ndarray) else np.frombuffer(bytearray(data), np.uint8)
+    if not isinstance(data, np.ndarray):
+        # A writable copy, which is short here: every kernel would be compiled once more for read-only arrays.
+        return np.frombuffer(bytearray(data), np.uint8)
+    assert data.dtype == np.uint8, "kernels read bytes"
+    assert data.strides == (1,), "kernels read bytes in a row"
+    return data
 
 
 class Hash64:

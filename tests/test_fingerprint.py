@@ -100,6 +100,13 @@ def test_hash_takes_bytes_and_unaligned_arrays():
         assert hash64(data[start:]) == hash64(data[start:].tobytes())
 
 
+def test_arrays_that_are_no_row_of_bytes():
+    for array in (np.zeros(8, np.int32), np.zeros(8, np.uint8)[::2], np.zeros((2, 4), np.uint8)):
+        for call in (hash64, crc32c):
+            with pytest.raises(AssertionError):
+                call(array)
+
+
 # --- CRC-32C ---
 
 
