@@ -197,7 +197,8 @@ def _as_bytes(data) -> np.ndarray:
         # A writable copy, which is short here: every kernel would be compiled once more for read-only arrays.
         return np.frombuffer(bytearray(data), np.uint8)
     assert data.dtype == np.uint8, "kernels read bytes"
-    assert data.strides == (1,), "kernels read bytes in a row"
+    assert data.ndim == 1, "kernels read one row"
+    assert data.flags.c_contiguous, "kernels read bytes that follow each other"
     return data
 
 
