@@ -653,8 +653,11 @@ class EngineChild:
             await pipes.write_line("ERASE", self._silence_s)
             line = await pipes.read_line(self._silence_s)
             word, _, rest = line.partition(" ")
+            n_erased = self._n_held
             if word == "ERR":
-                raise EngineRefused(rest)
+                # An engine without this verb: a new one holds nothing either.
+                await self._start()
+                return n_erased
             with _in_step(line):
                 if word != "ERASED":
                     raise ValueError("not ERASED")

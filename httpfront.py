@@ -8,6 +8,7 @@ Read next: ``childproc.py`` for the child, ``chatapi.py`` for bodies and answers
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import re
 import signal
@@ -180,9 +181,11 @@ async def _serve(options: FrontOptions, command: Sequence[str], listener: socket
     front = Front(options, command, terminal)
     address, port = listener.getsockname()[:2]
     terminal.log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+    if options.access.api_key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        terminal.log("whoever reaches this address may use the server, as there is no --api-key")
     server = FrontServer(front)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, server.end)
     starter = asyncio.create_task(server.start_front())
     await server.serve(sockets=[listener])
@@ -243,10 +246,10 @@ class FrontServer(uvicorn.Server):
 class Terminal:
     """What the person at the terminal sees: the engine's log, one line an operation, a line of progress meanwhile."""
 
-    def __init__(self):
+    def __init__(self, console=None):
         from rich.console import Console
 
-        self._console = Console(stderr=True)
+        self._console = console or Console(stderr=True)
         self._progress = None
         self._task = None
 

@@ -134,9 +134,16 @@ def test_an_erase_that_leaves_the_protocol_ends_the_child(shared):
     refused(shared.slot("erase"), 500, "out of step")
     refused(shared.slot("erase"), 503)
     shared.chat()
-    shared.script("ERASE", "ERR not here")
-    refused(shared.slot("erase"), 400, "not here")
     assert shared.slot("erase").json()["n_erased"] > 0
+
+
+def test_an_engine_that_cannot_erase_is_started_again(front):
+    front.chat()
+    before = held(front)
+    front.script("ERASE", "ERR expected: GEN, SAVE or RESTORE")
+    assert front.slot("erase").json()["n_erased"] == before > 0
+    assert (held(front), len(front.pids())) == (0, 2)
+    refused(front.slot("save", "a.bin"), 400, "nothing")
 
 
 def test_a_child_that_speaks_unasked_is_replaced(front):

@@ -303,7 +303,7 @@ def test_floors_of_disk_and_memory(tmp_path, front):
 
 @pytest.mark.parametrize(
     ("flag", "word"),
-    [("--max-context=512", "configuration"), ("--kv=int8", "configuration"), ("--max-context=100", "")],
+    [("--max-context=512", "configuration"), ("--max-context=100", "")],
 )
 def test_other_settings_are_refused_by_name(front, tmp_path, flag, word):
     conversation(front, 200, seed=29)
