@@ -24,6 +24,7 @@ MAX_CONFIG_BYTES = 1 << 20
 LARGE_BYTES = 256 << 20  # a file below this is read before a line about it would be
 KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")
 BACKENDS = ("auto", "cpu", "cuda")
+EMBEDDED = "(default: the embedded model)"
 SPLIT_OPTIONS = ("layer_split", "peer_device")
 SPLIT_REFUSAL = "--layer-split and --peer-device do not exist here: one slot, one device"
 
@@ -145,7 +146,7 @@ def _add_session(commands) -> None:
 
 def _add_filters(commands) -> None:
     tokenize = commands.add_parser("tokenize", allow_abbrev=False, help="text on stdin to token ids on one line")
-    tokenize.add_argument("--model", metavar="PATH", required=True, help="GGUF file whose tokenizer is used")
+    tokenize.add_argument("--model", metavar="PATH", help=f"GGUF file whose tokenizer is used {EMBEDDED}")
     tokenize.add_argument(
         "--chat",
         action="store_true",
@@ -157,7 +158,7 @@ def _add_filters(commands) -> None:
         allow_abbrev=False,
         help="lines 'T <id>' or plain ids on stdin to text, as they come; other lines go to stderr",
     )
-    detokenize.add_argument("--model", metavar="PATH", required=True, help="GGUF file whose tokenizer is used")
+    detokenize.add_argument("--model", metavar="PATH", help=f"GGUF file whose tokenizer is used {EMBEDDED}")
     detokenize.set_defaults(run=run_detokenize)
 
 
@@ -165,7 +166,7 @@ def _add_demo(commands) -> None:
     demo = commands.add_parser(
         "demo", allow_abbrev=False, help="the whole story: read a long prompt, save, end, start again, restore, go on"
     )
-    demo.add_argument("--model", metavar="PATH", required=True, help="GGUF file to run")
+    demo.add_argument("--model", metavar="PATH", help=f"GGUF file to run {EMBEDDED}")
     demo.set_defaults(run=run_demo)
 
 
@@ -225,7 +226,7 @@ def _folder(text: str) -> str:
 
 
 SERVE_OPTIONS = (
-    Option("model", str, None, _text, "PATH", "GGUF file, or the first part of a split one"),
+    Option("model", str, None, _text, "PATH", f"GGUF file, or the first part of a split one {EMBEDDED}"),
     Option(
         "slot_save_path",
         str,
@@ -257,7 +258,7 @@ SERVE_OPTIONS = (
         "auto",
         _choice(BACKENDS),
         "|".join(BACKENDS),
-        "where the model runs (default: auto, CUDA when a device answers)",
+        "where the model runs (default: auto, the best there is)",
     ),
     Option(
         "prompt_cache",
@@ -333,11 +334,22 @@ def _options(args: argparse.Namespace) -> tuple[dict[str, str | int | None], dic
         {option.name: given.get(option.name, option.default) for option in table}
         for table in (SERVE_OPTIONS, HTTP_OPTIONS)
     )
-    if engine["model"] is None:
-        raise UsageError("--model is missing: name a GGUF file")
+    engine["model"] = _model_path(engine["model"])
     if front["http"] is None and (idle := [_flag(name) for name in front if name in given]):
         raise UsageError(f"{', '.join(idle)} without --http: there is no server to use it")
     return engine, front
+
+
+def _model_path(named: str | None) -> str:
+    """The model that was named, else the one that comes with the package."""
+    if named:
+        return named
+    import gguffile
+
+    try:
+        return gguffile.embedded_model()
+    except gguffile.GgufError as error:
+        raise UsageError(str(error)) from error
 
 
 def _read_config(path: str) -> dict[str, str | int]:
@@ -398,13 +410,14 @@ def run_serve(args: argparse.Namespace) -> int:
     if http["http"] is not None:
         return _run_front(options, http)
     import engine
-    import model
     import serveloop
 
     try:
         return serveloop.serve(engine.EngineOptions(**options), sys.stdin.buffer, sys.stdout.buffer, _log)
-    except model.ModelError as error:
+    except engine.ModelError as error:
         raise CommandError(str(error)) from error
+    except MemoryError as error:
+        raise CommandError(f"not enough memory for this model and context: {error}") from error
 
 
 def _run_front(options: dict, http: dict) -> int:
@@ -446,7 +459,7 @@ def run_tokenize(args: argparse.Namespace) -> int:
     import tokenizer
 
     try:
-        model = tokenizer.Tokenizer.load(args.model)
+        model = tokenizer.Tokenizer.load(_model_path(args.model))
         if args.chat:
             ids = model.encode_chat([{"role": "user", "content": text.removesuffix("\n").removesuffix("\r")}])
         else:
@@ -476,7 +489,7 @@ def run_detokenize(args: argparse.Namespace) -> int:
     import tokenizer
 
     try:
-        model = tokenizer.Tokenizer.load(args.model)
+        model = tokenizer.Tokenizer.load(_model_path(args.model))
     except tokenizer.TokenizerError as error:
         raise CommandError(str(error)) from error
     decoder, exit_code = model.stream(), EXIT_OK
@@ -512,7 +525,7 @@ def run_demo(args: argparse.Namespace) -> int:
     import demo
 
     try:
-        return EXIT_OK if demo.run(args.model) else EXIT_FAILED
+        return EXIT_OK if demo.run(_model_path(args.model)) else EXIT_FAILED
     except demo.DemoError as error:
         raise CommandError(str(error)) from error
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import engine
+import gguffile
 import strata
 from test_tokenizer import IM_END, IM_START, TOKENS, write_model
 
@@ -133,8 +134,11 @@ def test_a_config_file_may_start_with_a_byte_order_mark(config):
     assert options("--config", config('\ufeff{"threads": 3}'))["threads"] == 3
 
 
-def test_a_model_is_needed(capsys):
-    assert "--model is missing" in usage_error(capsys, "--serve")
+@pytest.mark.parametrize("command", [["--serve"], ["tokenize"], ["detokenize"], ["demo"]])
+def test_the_embedded_model_is_the_default(capsys, monkeypatch, command):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr(gguffile, "EMBEDDED_MODEL", "absent.gguf")
+    assert "no model comes with this installation: name a GGUF file with --model" in usage_error(capsys, *command)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,6 @@ def test_a_model_is_needed(capsys):
         (["--config", "c.json", "demo", "--model", "m"], "--config before a command"),
         (["session"], "required: VIEW"),
         (["session", "verify"], "required: FILE"),
-        (["tokenize"], "required: --model"),
         (["bogus"], "invalid choice: 'bogus'"),
     ],
 )

@@ -41,7 +41,7 @@ ALLOWED = {
     "httpfront": {"chatapi", "childproc", "httpguard", "sessionfolder", "tokenizer", "webpage"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration"},
-    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "demo"},
+    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo"},
 }
 
 
