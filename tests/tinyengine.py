@@ -117,16 +117,19 @@ def held(session: Session) -> dict:
         "pools": digest.hexdigest(),
         "live": (session.n_tokens, cache.ids.tolist(), *(array.tobytes() for array in cache.state.arrays)),
         "checkpoints": [record(checkpoint) for checkpoint in session.checkpoints.chain],
-        "parked": [
-            ([record(c) for c in (entry.live, *entry.checkpoints)], [[p.tobytes() for p in part] for part in entry.cells])
-            for entry in session.parking.entries
-        ],
-        "stats": session.stats(),
+        "parked": [parked_record(entry) for entry in session.parking.entries],
+        "stats": session.stats() | {"counters": None},
     }
 
 
 def record(checkpoint) -> tuple:
     return checkpoint.used, checkpoint.root, *(array.tobytes() for array in checkpoint.snapshot)
+
+
+def parked_record(entry) -> list:
+    return [record(c) for c in (entry.live, *entry.checkpoints)] + [
+        [p.tobytes() for p in layer] for layer in entry.cells
+    ]
 
 
 def marks(session: Session) -> list[int]:
