@@ -24,7 +24,7 @@ check: test
 	$(MAN) | diff man/strata.1 -
 
 man: $(READY)
-	$(MAN) > man/strata.1
+	$(MAN) > man/strata.1.new && mv man/strata.1.new man/strata.1
 
 bench: $(READY) $(MODEL)
 	@for script in bench/*.py; do echo "== $$script"; $(RUN)python $$script --model $(MODEL) || exit 1; done

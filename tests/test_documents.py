@@ -67,7 +67,7 @@ def test_the_page_is_the_one_that_make_man_writes(tmp_path):
         text=True,
         check=True,
     ).stdout
-    command = lines[lines.index("SOURCE_DATE_EPOCH") :].replace("> man/strata.1", f"> {tmp_path}/strata.1")
+    command = lines[lines.index("SOURCE_DATE_EPOCH") :].replace("man/strata.1", f"{tmp_path}/strata.1")
     subprocess.run(command, cwd=ROOT, shell=True, check=True)
     assert (tmp_path / "strata.1").read_text() == PAGE
 
