@@ -553,6 +553,9 @@ class EngineChild:
                 await self._read_generation(pipes, generation)
         except ChildError as error:
             generation.put(error)
+        except BaseException:
+            generation.put(EngineGone("the front failed in this request; its log says how"))
+            raise
         finally:
             self._current = None
 

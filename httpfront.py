@@ -92,6 +92,8 @@ class FrontOptions:
         for flag, name in named.items():
             if name is not None:
                 _check_session_flag(f"--{flag.replace('_', '-')}", name, slot_save_path)
+        if slot_save_path and any("\ud800" <= char <= "\udfff" for char in slot_save_path):
+            raise OptionRefused("--slot-save-path: the folder's name is not UTF-8")
         host, port = _address(flags["http"], flags["host"])
         return cls(
             port=port,
@@ -186,7 +188,8 @@ async def _serve(options: FrontOptions, command: Sequence[str], listener: socket
     server = FrontServer(front)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, server.end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            loop.add_signal_handler(number, server.end)
     starter = asyncio.create_task(server.start_front())
     await server.serve(sockets=[listener])
     starter.cancel()
@@ -209,12 +212,13 @@ class FrontServer(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=LAST_ANSWERS_S,
             )
         )
-        self.failure: FrontError | None = None
+        self.failure: Exception | None = None
         self._front = front
         self._ending: asyncio.Task | None = None
 
@@ -225,9 +229,10 @@ class FrontServer(uvicorn.Server):
         """Load tokenizer and engine; a server that cannot do that at its start ends."""
         try:
             await self._front.start()
-        except (ChildError, TokenizerError) as error:
+        except Exception as error:  # handed over: `serve` raises it when the server has ended
             if not self._ending:
-                self.failure = FrontError(str(error))
+                known = isinstance(error, ChildError | TokenizerError)
+                self.failure = FrontError(str(error)) if known else error
                 self.should_exit = True
 
     def end(self) -> None:

@@ -71,6 +71,11 @@ def test_refused_options_are_named(flags, text):
         from_flags(**flags)
 
 
+def test_a_folder_whose_name_no_line_can_carry():
+    with pytest.raises(OptionRefused, match="--slot-save-path"):
+        from_flags("saved\udcff")
+
+
 def test_sessions_at_start_and_exit_need_a_folder():
     for flag in ("session_restore_at_start", "session_save_at_exit"):
         with pytest.raises(OptionRefused, match="--slot-save-path"):
