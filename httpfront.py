@@ -387,6 +387,7 @@ class Front:
         self._begun = int(time.time())
         self._tokenizer: Tokenizer | None = None
         self._restore_refused = False
+        self._identity: tuple[str | None, str | None] = (None, None)
         self._ready = False
         self._closing: asyncio.Future | None = None
         self.child = EngineChild(command, silence_s=options.silence_s, log=terminal.log, watch=terminal.watch)
@@ -554,9 +555,9 @@ class Front:
     # Saved sessions.
 
     async def sessions(self, request: Request) -> Response:
-        folder = self._need_folder()
-        info = self.child.info
-        return Json(await asyncio.to_thread(folder.listing, info.get("model_fp"), info.get("config_fp")))
+        folder, info = self._need_folder(), self.child.info
+        identity = (info["model_fp"], info["config_fp"]) if {"model_fp", "config_fp"} <= info.keys() else self._identity
+        return Json(await asyncio.to_thread(folder.listing, *identity))
 
     async def delete_session(self, request: Request) -> Response:
         folder = self._need_folder()
@@ -601,6 +602,8 @@ class Front:
     async def _run_session(self, action: str, name: str) -> SessionDone:
         done = await self.child.run_session(action, name, self._folder.path_of(name))
         self._say_done(action, name, done)
+        # What the engine wrote or took bears its fingerprints, in case that it does not tell them itself.
+        self._identity = await asyncio.to_thread(self._folder.identity_of, name) or self._identity
         return done
 
     def _need_folder(self) -> SessionFolder:

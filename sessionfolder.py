@@ -108,6 +108,11 @@ class SessionFolder:
         data = [_entry(name, status, saved, model, config) for name, status, saved in looked if saved]
         return {"object": "list", "data": data, "complete": len(files) <= MAX_LISTED}
 
+    def identity_of(self, name: str) -> tuple[str, str] | None:
+        """The fingerprints of model and configuration in a file; None when it cannot be read."""
+        saved = self._inspect(self.path_of(name))
+        return (saved.model, saved.config) if saved and not saved.problem else None
+
     def delete(self, name: str) -> int:
         """Remove a session file and return its size; raises NotThere, and NameRefused for what is no session file."""
         path = self.path_of(name)

@@ -335,6 +335,32 @@ def test_another_model_is_refused_by_name(front, tmp_path):
         assert "model" in refused(other.slot("restore", "model.bin"), 400, "invalid")
 
 
+def test_the_list_says_what_belongs_to_this_engine(front, tmp_path):
+    conversation(front, 30, seed=35)
+    front.save("mine.bin")
+
+    def matches(to) -> dict:
+        return {one["filename"]: one["match"] for one in to.get("/sessions").json()["data"]}
+
+    assert matches(front)["mine.bin"] is True
+    with EngineFront(tmp_path, "--max-context=512", saved=front.saved) as other:
+        conversation(other, 30, seed=35)
+        other.save("other.bin")
+        assert (matches(other)["other.bin"], matches(other)["mine.bin"]) == (True, False)
+    assert matches(front)["other.bin"] is False
+
+
+def test_another_chat_template_is_another_model(front, tmp_path):
+    """The fingerprint is taken of the file, and the template is in it."""
+    conversation(front, 50, seed=36)
+    front.save("template.bin")
+    data = pathlib.Path(MODEL).read_bytes()
+    assert data.count(b"<|im_start|>assistant") == 1
+    (tmp_path / "other.gguf").write_bytes(data.replace(b"<|im_start|>assistant", b"<|im_start|>somebody!"))
+    with EngineFront(tmp_path, saved=front.saved, model=str(tmp_path / "other.gguf")) as other:
+        assert "model" in refused(other.slot("restore", "template.bin"), 400, "invalid")
+
+
 def test_other_sampling_is_no_other_setting(front):
     following, n_held = conversation(front, 50, seed=35)
     front.save("sampling.bin")
