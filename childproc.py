@@ -243,14 +243,15 @@ class ChildPipes:
         await self._lines.put(EngineGone("the engine ended"))
 
     async def _pump_stderr(self) -> None:
-        rest = ""
+        rest = b""
         while chunk := await self._process.stderr.read(1 << 16):
-            *lines, rest = (rest + chunk.decode(errors="replace"))[-LINE_LIMIT_BYTES:].split("\n")
+            *lines, rest = (rest + chunk)[-LINE_LIMIT_BYTES:].split(b"\n")
             for line in lines:
                 self._hear(line)
         self._hear(rest)
 
-    def _hear(self, line: str) -> None:
+    def _hear(self, raw: bytes) -> None:
+        line = raw.decode(errors="replace")
         if line.strip():
             self._last_words = line.strip()[:500]
             self._log(line)
@@ -508,6 +509,7 @@ class EngineChild:
         try:
             self._pipes = await ChildPipes.spawn(self._command, self._log)
             self.totals.n_starts += 1
+            self._refuse_at_the_end()
             await self._read_start(self._pipes)
         except BaseException:
             await self._end()
@@ -565,11 +567,11 @@ class EngineChild:
             while True:
                 line = await pipes.read_line(self._silence_s)
                 event = await self._generation_event(pipes, line)
-                if isinstance(event, Resume) and stopper is None:
+                if isinstance(event, Resume) != (stopper is None):
+                    raise EngineGone(f"the engine is out of step: {line[:200]!r}, and RESUME comes first and once")
+                if stopper is None:
                     # Not before: a STOP that arrives ahead of its request is dropped as stale.
                     stopper = asyncio.create_task(self._pass_stop(pipes, generation))
-                elif stopper is None:
-                    raise EngineGone(f"the engine is out of step: {line[:200]!r} before RESUME")
                 if isinstance(event, Done):
                     self._count_generation(event)
                 if event is not None:

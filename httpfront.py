@@ -629,15 +629,21 @@ class Front:
         if not isinstance(text, str):
             raise chatapi.BadField("content", "expected a text")
         special, bos = body.get("parse_special", True) is True, body.get("add_special", False) is True
-        ids = await self._in_thread(lambda: tokenizer.encode(text, special=special, bos=bos))
-        if body.get("with_pieces") is not True:
-            return Json({"tokens": ids})
-        return Json({"tokens": [{"id": token_id, "piece": tokenizer.decode([token_id])} for token_id in ids]})
+        pieces = body.get("with_pieces") is True
+
+        def work() -> list:
+            ids = tokenizer.encode(text, special=special, bos=bos)
+            return [{"id": one, "piece": tokenizer.decode([one])} for one in ids] if pieces else ids
+
+        return Json({"tokens": await self._in_thread(work)})
 
     async def detokenize(self, request: Request) -> Response:
         body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
-        ids = chatapi.check_ids("tokens", body.get("tokens", []), tokenizer)
-        return Json({"content": await self._in_thread(lambda: tokenizer.decode(ids))})
+
+        def work() -> str:
+            return tokenizer.decode(chatapi.check_ids("tokens", body.get("tokens", []), tokenizer))
+
+        return Json({"content": await self._in_thread(work)})
 
     async def apply_template(self, request: Request) -> Response:
         body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
@@ -698,7 +704,10 @@ async def _whole_answer(generation: Generation, reader: AnswerReader) -> chatapi
 
 
 def _push(event: Token, generation: Generation, reader: AnswerReader) -> list[chatapi.Part]:
-    parts = reader.push(event.id)
+    try:
+        parts = reader.push(event.id)
+    except TokenizerError as error:
+        raise ApiError(500, f"the engine gave a token that has no text: {error}") from error
     if reader.stopped:
         generation.stop()
     return parts

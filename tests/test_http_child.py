@@ -105,6 +105,7 @@ BAD_GENERATION_LINES = [
     ["HELLO"],
     ["RESUME"],
     ["RESUME 1 2"],
+    ["@accept", "RESUME 0"],
     ["@accept", "T x"],
     ["@accept", "PP 1 2 3"],
     ["@accept", "SAVED 1 2 3"],
@@ -119,6 +120,15 @@ def test_a_generation_that_leaves_the_protocol_ends_the_child(shared, lines):
     refused(shared.chat(), 500, "out of step")
     assert not alive(shared.pids()[-1])
     assert shared.chat().status_code == 200
+
+
+def test_a_token_without_text_is_an_error_and_the_answer_is_stopped(front):
+    for stream in (False, True):
+        front.script("GEN", "@accept", "T 99999", "@wait-stop", "@done")
+        answer = front.chat(stream=stream)
+        assert "has no text" in answer.text
+        front.wait_for(lambda: front.verbs()[-1] == "STOP", "STOP")
+        assert front.chat().status_code == 200
 
 
 def alive(pid: int) -> bool:
