@@ -10,11 +10,11 @@ import importlib.metadata
 import os
 import pathlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import psutil
 
@@ -35,6 +35,7 @@ DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allo
 CHUNK = 512  # prompt tokens read between two looks at STOP
 MARGIN = 8  # cells kept free behind a request: the longest window of speculative decoding
 DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
+LAST_STAMP = 2**64 - 1  # a file has room for no greater one, and may have come with it
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
 EMBEDDED_MODEL = "strata-demo.gguf"
 MIB = 1 << 20
@@ -158,10 +159,12 @@ class Engine:
         self.cell_format = _choose_format(options.kv, config.head_dim)
         self.spec = _choose_window(options.spec, config.n_draft, log)
         self.n_threads = options.threads or psutil.cpu_count(logical=False) or 1
-        if self.n_threads > numba.config.NUMBA_NUM_THREADS:
-            raise ModelError(f"--threads {self.n_threads}: this machine runs at most {numba.config.NUMBA_NUM_THREADS}")
+        if self.n_threads > (os.cpu_count() or 1):
+            raise ModelError(f"--threads {self.n_threads}: this machine runs at most {os.cpu_count() or 1}")
         directions, self.cvec_digest = _load_directions(options.control_vector, config)
-        self.model = Model(config, file.weights, kernels_cpu, directions)
+        operations, team = kernels_cpu.operations(self.n_threads)
+        weakref.finalize(self, team.close)
+        self.model = Model(config, file.weights, operations, directions)
         self._identity: Identity | None = None
 
     @classmethod
@@ -325,7 +328,7 @@ class Session:
 
     def tick(self) -> int:
         """The stamp of a new use."""
-        self._clock += 1
+        self._clock = min(self._clock + 1, LAST_STAMP)
         return self._clock
 
     def resume(self, prompt: np.ndarray) -> int:
@@ -404,9 +407,7 @@ class Session:
             raise SessionError("memory", "admit", refusal)
         if phase:
             phase("capture", state_bytes)
-        image = sessionstate.image_of(
-            cache, engine.config.n_layers, bool(engine.cvec_digest), self._used, checkpoint
-        )
+        image = sessionstate.image_of(cache, engine.config.n_layers, bool(engine.cvec_digest), self._used, checkpoint)
         reserve_bytes = engine.options.session_min_free_mib * MIB
         size_bytes = write_session(
             path, image, identity, windows, reserve_bytes=reserve_bytes, progress=progress, phase=phase, warn=engine.log
@@ -448,7 +449,7 @@ class Session:
         with reader:
             if phase:
                 phase("validate", reader.size_bytes)
-            sessionstate.validate(reader.image, cache, engine.max_context, engine.n_vocab)
+            sessionstate.validate(reader.image, cache, engine.max_context, engine.n_vocab, bool(engine.cvec_digest))
             self._apply(reader, phase, report)
         self._counters["restores"] += 1
         return Outcome(cache.n_tokens, reader.size_bytes, 1e3 * (time.perf_counter() - started))
@@ -500,7 +501,6 @@ class _Generation:
 
     def events(self) -> Iterator[NamedTuple]:
         """Resume, prompt progress, Reused, tokens, Done; a generator that is abandoned leaves nothing complete."""
-        numba.set_num_threads(self.engine.n_threads)
         started = time.perf_counter()
         n_reused = self.session.resume(self.request.prompt)
         yield Resume(n_reused)

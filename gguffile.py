@@ -52,10 +52,12 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFReader:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise GgufError(f"{path}: not a regular file")
-        return _Reader(path)
+        # The library adds up 64-bit lengths that a broken file may hold; a wrapped sum would only be a warning.
+        with np.errstate(over="raise"):
+            return _Reader(path)
     except OSError as error:
         raise GgufError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, IndexError, OverflowError) as error:
+    except (ValueError, KeyError, IndexError, ArithmeticError) as error:
         # The library has no error of its own: a file that is cut or none of its kind fails in its unpacking.
         raise GgufError(f"{path}: not a whole GGUF file: {error}") from error
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import tempfile
 
-KERNEL_SOURCES = ("jit.py", "simd.py", "kernels_cpu.py", "fingerprint.py")
+KERNEL_SOURCES = ("jit.py", "simd.py", "team.py", "kernels_cpu.py", "fingerprint.py")
 
 
 def _cache_dir() -> pathlib.Path:

@@ -5,23 +5,35 @@ does not depend on which other tokens stand in the same call or how many threads
 kernels_cuda.py has the same names. Read next: model.py.
 
 Weights lie in *packs*: sixteen rows side by side in the lanes of a vector, so no sum runs across lanes, and blocks of
-32 (K types: 256) input columns, in as many bits as in the file. Inside a block the codes stand in *quads*: four columns of
-sixteen rows, 64 bytes, a row's four bytes in one 32-bit lane.
+32 (K types: 256) input columns, in as many bits as in the file. Inside a block the codes stand in *quads*: four columns
+of sixteen rows, 64 bytes, a row's four bytes in one 32-bit lane.
 """
 
+import functools
+import types
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, prange
+from numba import carray
 
 import simd
 from jit import njit
+from team import (
+    ARGUMENTS,
+    HELPERS,
+    OPERATION,
+    Team,
+    await_jobs,
+    claim_job,
+    finish_job,
+    open_jobs,
+    pointer_to,
+    wait_for_jobs,
+)
 
 ROWS = 16  # rows of a pack, the lanes of a vector
 BLOCK = 32  # columns decoded at once
 TILE = 64  # tokens that share one decoding of a block
-# Multiply-adds below which one thread is faster: waking a second one costs some 5 us, and far more on a busy machine.
-PARALLEL_WORK = 500_000
 
 F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K = range(9)
 BLOCK_COLUMNS = {F32: 32, F16: 32, BF16: 32, Q8_0: 32, Q4_0: 32, Q4_1: 32, Q4_K: 256, Q5_K: 256, Q6_K: 256}
@@ -71,6 +83,17 @@ def assign(out, source):
 def clear(array):
     """Set an array to zeros."""
     array.fill(0)
+
+
+def cells(n_pages, n_heads, sizes, residency=None):
+    """The K/V pools of one layer, an array [pages][kv head][cell][bytes] for each of `sizes`, all in this memory."""
+    if residency is not None:
+        raise ValueError("there is no other memory to keep cells in")
+    return [np.zeros((n_pages, n_heads, PAGE, size), np.uint8) for size in sizes]
+
+
+def settle(pool, n_tokens):
+    """After a rewind or a restore; nothing here depends on where cells lie."""
 
 
 def read_bytes(array, offset, out):
@@ -501,6 +524,7 @@ def _zero_point(kind):
 def _scaled_1(kind, data, at, n_cols, codes, scales, sums, token):
     """The sixteen outputs of one token."""
     total, zero_point = simd.splat(np.float32(0)), _zero_point(kind)
+    offset_counts = kind >= Q4_1
     blocks = n_cols // BLOCK
     for block in range(blocks):
         start, scale, offset = _block_parts(kind, data, at, block)
@@ -511,7 +535,7 @@ def _scaled_1(kind, data, at, n_cols, codes, scales, sums, token):
             dots = simd.dot_bytes(dots, _quad_codes(kind, data, start, quad), simd.broadcast_i32(codes, k + 4 * quad))
         step = scales[i]
         total = simd.fma(simd.to_float(dots), simd.mul(scale, simd.splat(step)), total)
-        if kind != Q8_0 and kind != Q4_0:
+        if offset_counts:
             total = simd.fma(offset, simd.splat(step * np.float32(sum_codes)), total)
     return total
 
@@ -519,7 +543,7 @@ def _scaled_1(kind, data, at, n_cols, codes, scales, sums, token):
 @njit
 def _scaled_4(kind, data, at, n_cols, codes, scales, sums, token, out):
     """The outputs of four tokens, each summed as in `_scaled_1`; the weights are taken apart once for all of them."""
-    zero, zero_point = simd.splat(np.float32(0)), _zero_point(kind)
+    zero, zero_point, offset_counts = simd.splat(np.float32(0)), _zero_point(kind), kind >= Q4_1
     total_a, total_b, total_c, total_d = zero, zero, zero, zero
     blocks = n_cols // BLOCK
     for block in range(blocks):
@@ -542,7 +566,7 @@ def _scaled_4(kind, data, at, n_cols, codes, scales, sums, token, out):
         total_b = simd.fma(simd.to_float(b), simd.mul(scale, simd.splat(step_b)), total_b)
         total_c = simd.fma(simd.to_float(c), simd.mul(scale, simd.splat(step_c)), total_c)
         total_d = simd.fma(simd.to_float(d), simd.mul(scale, simd.splat(step_d)), total_d)
-        if kind != Q8_0 and kind != Q4_0:
+        if offset_counts:
             total_a = simd.fma(offset, simd.splat(step_a * np.float32(sum_a)), total_a)
             total_b = simd.fma(offset, simd.splat(step_b * np.float32(sum_b)), total_b)
             total_c = simd.fma(offset, simd.splat(step_c * np.float32(sum_c)), total_c)
@@ -591,108 +615,185 @@ def _int8_group(kind, data, at, n_cols, codes, scales, sums, first, n_tokens, ou
 
 
 @njit
-def _rounded(x):
-    """Room for the rounded form of x."""
-    n_tokens, n_cols = x.shape
-    shape = (n_tokens, n_cols), n_tokens * n_cols // BLOCK, n_tokens * n_cols // ROWS
-    return np.empty(shape[0], np.int8), np.empty(shape[1], np.float32), np.empty(shape[2], np.int32)
-
-
-@njit
-def _int8_matmul_serial(kind, data, group_bytes, n_rows, n_cols, x, out):
-    codes, scales, sums = _rounded(x)
-    for block in range(len(scales)):
-        _round_block(x, block * BLOCK, codes, scales, sums, block)
-    for group in range((n_rows + ROWS - 1) // ROWS):
-        n = min(ROWS, n_rows - group * ROWS)
-        _int8_group(kind, data, group * group_bytes, n_cols, codes, scales, sums, 0, len(x), out, group * ROWS, n)
-
-
-@njit(parallel=True)
-def _int8_matmul_parallel(kind, data, group_bytes, n_rows, n_cols, x, out):
-    codes, scales, sums = _rounded(x)
-    blocks = n_cols // BLOCK
-    for row in prange(len(x)):
-        for block in range(row * blocks, (row + 1) * blocks):
-            _round_block(x, block * BLOCK, codes, scales, sums, block)
-    for group in prange((n_rows + ROWS - 1) // ROWS):
-        n = min(ROWS, n_rows - group * ROWS)
-        _int8_group(kind, data, group * group_bytes, n_cols, codes, scales, sums, 0, len(x), out, group * ROWS, n)
-
-
-@njit
-def _matmul_group(kind, data, group_bytes, n_rows, n_cols, x, out, group):
-    """The outputs of row group `group` for every row of x."""
+def _float_group(kind, data, at, n_cols, x, first, n_tokens, out, column, n):
+    """Rows `at` (a group's byte offset) times tokens first.. : the first `n` outputs into out[token, column:]."""
     sums = carray(simd.stack_f32(1024), (1024,))
-    n = min(ROWS, n_rows - group * ROWS)
-    for first in range(0, x.shape[0], TILE):
-        n_tokens = min(TILE, x.shape[0] - first)
-        _row_group(kind, data, group * group_bytes, n_cols, x, first, n_tokens, sums)
-        for token in range(n_tokens):
+    for start in range(first, first + n_tokens, TILE):
+        n_tile = min(TILE, first + n_tokens - start)
+        _row_group(kind, data, at, n_cols, x, start, n_tile, sums)
+        for token in range(n_tile):
             for row in range(n):
-                out[first + token, group * ROWS + row] = sums[token * ROWS + row]
+                out[start + token, column + row] = sums[token * ROWS + row]
+
+
+# --- operations shared out over a team ----------------------------------------------------------------------------
+#
+# An operation puts its arguments into the team's control array, arrays by address, and cuts its work into jobs; whoever
+# claims a job, the caller or a helper, finds everything there. How the work is cut never changes a result.
+
+_ROUND, _PRODUCT, _TILES, _SEGMENTS, _SELECT, _DELTA = range(6)
+ALONE = Team(1, None)
+# Multiply-adds of one job: some 5 us, a few times what claiming it costs.
+JOB_WORK = 150_000
 
 
 @njit
-def _matmul_serial(kind, data, group_bytes, n_rows, n_cols, x, out):
-    for group in range((n_rows + ROWS - 1) // ROWS):
-        _matmul_group(kind, data, group_bytes, n_rows, n_cols, x, out, group)
-
-
-@njit(parallel=True)
-def _matmul_parallel(kind, data, group_bytes, n_rows, n_cols, x, out):
-    for group in prange((n_rows + ROWS - 1) // ROWS):
-        _matmul_group(kind, data, group_bytes, n_rows, n_cols, x, out, group)
+def _bytes_at(address, n):
+    return carray(pointer_to(address), (n,), np.uint8)
 
 
 @njit
-def _expert_jobs(offsets, groups_per_expert):
-    """(expert, group) pairs of the experts that have rows, as int64 [n, 2]."""
-    n_active = 0
-    for expert in range(len(offsets) - 1):
-        n_active += offsets[expert + 1] > offsets[expert]
-    jobs = np.empty((n_active * groups_per_expert, 2), np.int64)
+def _put(control, operation, arguments):
+    control[OPERATION] = operation
+    for i in range(len(arguments)):
+        control[ARGUMENTS + i] = arguments[i]
+
+
+@njit
+def _run_job(control, job):
+    operation = control[OPERATION]
+    if operation == _PRODUCT:
+        _product_job(control, job)
+    elif operation == _ROUND:
+        _round_job(control, job)
+    elif operation == _TILES:
+        _tile_job(control, job)
+    elif operation == _SEGMENTS:
+        _segment_job(control, job)
+    elif operation == _SELECT:
+        _select_job(control, job)
+    else:
+        _delta_job(control, job)
+
+
+@njit
+def _run(control, n_jobs):
+    """Do all jobs of the operation in `control`, with whatever helpers come by."""
+    if n_jobs == 1 or control[HELPERS] == 0:
+        for job in range(n_jobs):
+            _run_job(control, job)
+        return
+    open_jobs(control, n_jobs)
+    _work(control)
+    wait_for_jobs(control, n_jobs)
+
+
+@njit
+def _work(control):
+    job = claim_job(control)
+    while job >= 0:
+        _run_job(control, job)
+        finish_job(control)
+        job = claim_job(control)
+
+
+@njit
+def _assist(control):
+    """What a helper does: jobs, until none were open for a while."""
+    while await_jobs(control):
+        _work(control)
+
+
+def _awake(team):
+    """The control array of a team whose helpers look for jobs; without one the caller works alone."""
+    team = team or ALONE
+    team.wake()
+    return team.control
+
+
+def operations(n_threads):
+    """This module's operations on a team of `n_threads`, and the team."""
+    team = Team(n_threads, _assist)
+    shared = (matmul, expert_matmul, attention, attention_selected, select_blocks, delta_net)
+    bound = {function.__name__: functools.partial(function, team=team) for function in shared}
+    return types.SimpleNamespace(**(globals() | bound)), team
+
+
+# --- products -----------------------------------------------------------------------------------------------------
+
+
+@njit
+def _round_job(control, job):
+    """Round one row of x: x, codes, scales, sums by address; columns."""
+    c = control[ARGUMENTS : ARGUMENTS + 6]
+    n_rows, n_cols = c[4], c[5]
+    blocks = n_cols // BLOCK
+    x = carray(pointer_to(c[0]), (n_rows * n_cols,), np.float32)
+    codes = carray(pointer_to(c[1]), (n_rows * n_cols,), np.int8)
+    scales = carray(pointer_to(c[2]), (n_rows * blocks,), np.float32)
+    sums = carray(pointer_to(c[3]), (n_rows * blocks * 2,), np.int32)
+    for block in range(job * blocks, (job + 1) * blocks):
+        _round_block(x, block * BLOCK, codes, scales, sums, block)
+
+
+@njit
+def _product_job(control, job):
+    """Some row groups of one expert times its rows of x."""
+    c = control[ARGUMENTS : ARGUMENTS + 17]
+    kind, group_bytes, n_rows, n_cols, n_tokens = c[0], c[1], c[2], c[3], c[4]
+    rounded, per_job, jobs_per_expert, n_active = c[5], c[6], c[7], c[8]
+    groups, blocks = (n_rows + ROWS - 1) // ROWS, n_cols // BLOCK
+    active = carray(pointer_to(c[14]), (n_active, 3), np.int64)
+    expert, first, count = active[job // jobs_per_expert]
+    data = _bytes_at(c[9], (expert + 1) * groups * group_bytes)
+    out = carray(pointer_to(c[10]), (n_tokens, n_rows), np.float32)
+    start = job % jobs_per_expert * per_job
+    if rounded:
+        codes = carray(pointer_to(c[11]), (n_tokens * n_cols,), np.int8)
+        scales = carray(pointer_to(c[12]), (n_tokens * blocks,), np.float32)
+        sums = carray(pointer_to(c[13]), (n_tokens * blocks * 2,), np.int32)
+        for group in range(start, min(start + per_job, groups)):
+            at, n = (expert * groups + group) * group_bytes, min(ROWS, n_rows - group * ROWS)
+            _int8_group(kind, data, at, n_cols, codes, scales, sums, first, count, out, group * ROWS, n)
+    else:
+        x = carray(pointer_to(c[11]), (n_tokens, n_cols), np.float32)
+        for group in range(start, min(start + per_job, groups)):
+            at, n = (expert * groups + group) * group_bytes, min(ROWS, n_rows - group * ROWS)
+            _float_group(kind, data, at, n_cols, x, first, count, out, group * ROWS, n)
+
+
+@njit
+def _active_experts(offsets):
+    """(expert, first row, rows) of the experts that have rows, as int64 [n, 3]."""
+    active = np.empty((len(offsets) - 1, 3), np.int64)
     n = 0
     for expert in range(len(offsets) - 1):
         if offsets[expert + 1] > offsets[expert]:
-            for group in range(groups_per_expert):
-                jobs[n, 0] = expert
-                jobs[n, 1] = group
-                n += 1
-    return jobs
+            active[n, 0] = expert
+            active[n, 1] = offsets[expert]
+            active[n, 2] = offsets[expert + 1] - offsets[expert]
+            n += 1
+    return active[:n]
 
 
-@njit(parallel=True)
-def _int8_expert_matmul(kind, data, group_bytes, n_rows, n_cols, x, offsets, out):
-    groups, blocks = (n_rows + ROWS - 1) // ROWS, n_cols // BLOCK
-    jobs = _expert_jobs(offsets, groups)
-    codes, scales, sums = _rounded(x)
-    for block in range(len(x) * blocks):
-        _round_block(x, block * BLOCK, codes, scales, sums, block)
-    for job in prange(len(jobs)):
-        expert, group = jobs[job, 0], jobs[job, 1]
-        first, n = offsets[expert], min(ROWS, n_rows - group * ROWS)
-        at = (expert * groups + group) * group_bytes
-        _int8_group(
-            kind, data, at, n_cols, codes, scales, sums, first, offsets[expert + 1] - first, out, group * ROWS, n
-        )
-
-
-@njit(parallel=True)
-def _expert_matmul(kind, data, group_bytes, n_rows, n_cols, x, offsets, out):
-    groups = (n_rows + ROWS - 1) // ROWS
-    jobs = _expert_jobs(offsets, groups)
-    for job in prange(len(jobs)):
-        sums = carray(simd.stack_f32(1024), (1024,))
-        expert, group = jobs[job, 0], jobs[job, 1]
-        n = min(ROWS, n_rows - group * ROWS)
-        at = (expert * groups + group) * group_bytes
-        for first in range(offsets[expert], offsets[expert + 1], TILE):
-            n_tokens = min(TILE, offsets[expert + 1] - first)
-            _row_group(kind, data, at, n_cols, x, first, n_tokens, sums)
-            for token in range(n_tokens):
-                for row in range(n):
-                    out[first + token, group * ROWS + row] = sums[token * ROWS + row]
+@njit
+def _product(control, kind, data, group_bytes, n_rows, n_cols, rounded, x, offsets, out):
+    """Rows offsets[e]..offsets[e + 1] of x times matrix e."""
+    n_tokens, groups = x.shape[0], (n_rows + ROWS - 1) // ROWS
+    active = _active_experts(offsets)
+    if not len(active):
+        return
+    rows_each = max(1, n_tokens // len(active))
+    per_job = max(1, min(groups, JOB_WORK // (ROWS * n_cols * rows_each)))
+    jobs_per_expert = (groups + per_job - 1) // per_job
+    codes, scales, sums = np.empty(0, np.int8), np.empty(0, np.float32), np.empty(0, np.int32)
+    x_address = x.ctypes.data
+    if rounded:
+        n_blocks = n_tokens * n_cols // BLOCK
+        codes, scales = np.empty(x.size, np.int8), np.empty(n_blocks, np.float32)
+        sums = np.empty(2 * n_blocks, np.int32)
+        arrays = (x.ctypes.data, codes.ctypes.data, scales.ctypes.data, sums.ctypes.data)
+        _put(control, _ROUND, (np.int64(arrays[0]), np.int64(arrays[1]), np.int64(arrays[2]), np.int64(arrays[3]),
+                               np.int64(n_tokens), np.int64(n_cols)))
+        _run(control, n_tokens)
+        x_address = codes.ctypes.data
+    _put(control, _PRODUCT, (
+        np.int64(kind), np.int64(group_bytes), np.int64(n_rows), np.int64(n_cols), np.int64(n_tokens),
+        np.int64(rounded), np.int64(per_job), np.int64(jobs_per_expert), np.int64(len(active)),
+        np.int64(data.ctypes.data), np.int64(out.ctypes.data), np.int64(x_address), np.int64(scales.ctypes.data),
+        np.int64(sums.ctypes.data), np.int64(active.ctypes.data),
+    ))
+    _run(control, jobs_per_expert * len(active))
 
 
 @njit
@@ -706,20 +807,15 @@ def _gather_rows(kind, data, group_bytes, n_cols, ids, out):
                 out[i, block * BLOCK + k] = weights[k * ROWS + lane]
 
 
-def matmul(weights, x, out):
+def matmul(weights, x, out, team=None):
     """out = x times the transposed weights; x float32 [T, n_cols], out float32 [T, n_rows], both C-contiguous."""
-    small = x.shape[0] * weights.n_rows * weights.n_cols < PARALLEL_WORK
-    if weights.rounds_x:
-        run = _int8_matmul_serial if small else _int8_matmul_parallel
-    else:
-        run = _matmul_serial if small else _matmul_parallel
-    run(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, out)
+    expert_matmul(weights, x, np.array([0, len(x)]), out, team)
 
 
-def expert_matmul(weights, x, offsets, out):
+def expert_matmul(weights, x, offsets, out, team=None):
     """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
-    run = _int8_expert_matmul if weights.rounds_x else _expert_matmul
-    run(weights.kind, weights.data, weights.group_bytes, weights.n_rows, weights.n_cols, x, offsets, out)
+    w = weights
+    _product(_awake(team), w.kind, w.data, w.group_bytes, w.n_rows, w.n_cols, w.rounds_x, x, offsets, out)
 
 
 def gather_rows(weights, ids, out):
@@ -1110,67 +1206,107 @@ def _attend_tile(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pag
             row[k] = result[i * width + k] / total[i]
 
 
-@njit
-def attention(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
+def attention(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out, team=None):
     """Causal attention of T tokens at cells position..position+T-1 over every cell up to their own.
 
     q, out float32 [T, H, D]; pools as in `append_cells`, K heads shared by H / K query heads in order. The softmax is
     taken per segment of 64 pages and merged in order, so neither T nor the number of threads changes a bit.
     """
+    _attention(_awake(team), k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+
+
+def attention_selected(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, blocks, counts,
+                       out, team=None):
+    """`attention` over chosen pages only: token t reads pages blocks[t, :counts[t]] (ascending, its own page last)."""
+    _attention_selected(_awake(team), k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
+                        blocks, counts, out)
+
+
+@njit
+def _put_pools(control, operation, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
+    """The arguments that every attention job needs; the next free one is number 17."""
+    _put(control, operation, (
+        np.int64(k_storage), np.int64(v_storage), np.int64(k_codes.ctypes.data), np.int64(k_scales.ctypes.data),
+        np.int64(v_codes.ctypes.data), np.int64(v_scales.ctypes.data), np.int64(q.ctypes.data), np.int64(position),
+        np.int64(out.ctypes.data), np.int64(k_codes.shape[0]), np.int64(k_codes.shape[1]), np.int64(k_codes.shape[3]),
+        np.int64(k_scales.shape[3]), np.int64(v_codes.shape[3]), np.int64(v_scales.shape[3]), np.int64(q.shape[0]),
+        np.int64(q.shape[1]), np.int64(q.shape[2]),
+    ))
+    control.view(np.float64)[ARGUMENTS + 18] = scale
+
+
+@njit
+def _pools(c):
+    """The four pools, q and out of `_put_pools`."""
+    pages, n_kv = c[9], c[10]
+    return (
+        carray(pointer_to(c[2]), (pages, n_kv, PAGE, c[11]), np.uint8),
+        carray(pointer_to(c[3]), (pages, n_kv, PAGE, c[12]), np.uint8),
+        carray(pointer_to(c[4]), (pages, n_kv, PAGE, c[13]), np.uint8),
+        carray(pointer_to(c[5]), (pages, n_kv, PAGE, c[14]), np.uint8),
+        carray(pointer_to(c[6]), (c[15], c[16], c[17]), np.float32),
+        carray(pointer_to(c[8]), (c[15], c[16], c[17]), np.float32),
+    )
+
+
+@njit
+def _attention(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
     if q.shape[0] == 1:
-        _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, np.empty(0, np.int32),
+        _attend_one(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, np.empty(0, np.int32),
                     (position + PAGE) // PAGE, q, 0, position, scale, out)
-    else:
-        _attend_tiles(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
-
-
-@njit(parallel=True)
-def _attend_tiles(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
-    n_kv, pages = k_codes.shape[1], np.empty(0, np.int32)
-    tiles = (q.shape[0] + TOKENS - 1) // TOKENS
-    for job in prange(tiles * n_kv):
-        token = job // n_kv * TOKENS
-        n_tokens = min(TOKENS, q.shape[0] - token)
-        _attend_tile(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages,
-                     (position + token + n_tokens - 1 + PAGE) // PAGE, job % n_kv, q, token, n_tokens, position + token,
-                     scale, out)
+        return
+    _put_pools(control, _TILES, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+    _run(control, (q.shape[0] + TOKENS - 1) // TOKENS * k_codes.shape[1])
 
 
 @njit
-def _attend_job(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position, scale,
-                partial, peaks, sums, job):
+def _tile_job(control, job):
+    """A tile of tokens with the query heads of one K/V head."""
+    c = control[ARGUMENTS : ARGUMENTS + 18]
+    scale = np.float32(control.view(np.float64)[ARGUMENTS + 18])
+    k_codes, k_scales, v_codes, v_scales, q, out = _pools(c)
+    n_kv = c[10]
+    token = job // n_kv * TOKENS
+    n_tokens, position = min(TOKENS, q.shape[0] - token), c[7] + token
+    _attend_tile(c[0], c[1], k_codes, k_scales, v_codes, v_scales, np.empty(0, np.int32),
+                 (position + n_tokens - 1 + PAGE) // PAGE, job % n_kv, q, token, n_tokens, position, scale, out)
+
+
+@njit
+def _segment_job(control, job):
     """Segment job // K of K/V head job mod K for one token."""
-    n_kv = k_codes.shape[1]
+    c = control[ARGUMENTS : ARGUMENTS + 26]
+    scale = np.float32(control.view(np.float64)[ARGUMENTS + 18])
+    k_codes, k_scales, v_codes, v_scales, q, _ = _pools(c)
+    n_kv, token, n_pages, n_listed, n_jobs = c[10], c[19], c[20], c[21], c[25]
     group, first = q.shape[1] // n_kv, job // n_kv * SEGMENT
+    pages = carray(pointer_to(c[22]), (n_listed,), np.int32)
+    partial = carray(pointer_to(c[23]), (n_jobs, group * q.shape[2]), np.float32)
+    peaks_sums = carray(pointer_to(c[24]), (2, n_jobs, group), np.float32)
     scores, cell = np.empty(group * SEGMENT * PAGE, np.float32), np.empty(q.shape[2], np.float32)
-    _attend_segment(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, first,
-                    min(first + SEGMENT, n_pages), job % n_kv, q, token, 1, group, position, scale, scores, cell,
-                    partial[job], peaks[job], sums[job])
-
-
-@njit(parallel=True)
-def _attend_jobs_parallel(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token,
-                          position, scale, partial, peaks, sums):
-    for job in prange(len(partial)):
-        _attend_job(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position,
-                    scale, partial, peaks, sums, job)
+    _attend_segment(c[0], c[1], k_codes, k_scales, v_codes, v_scales, pages, first, min(first + SEGMENT, n_pages),
+                    job % n_kv, q, token, 1, group, c[7], scale, scores, cell, partial[job], peaks_sums[0, job],
+                    peaks_sums[1, job])
 
 
 @njit
-def _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position, scale,
-                out):
+def _attend_one(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position,
+                scale, out):
     """One token, its segments in any order, then merged in theirs: the sums of `_attend_tile`."""
     n_heads, width, n_kv = q.shape[1], q.shape[2], k_codes.shape[1]
     group, n_segments = n_heads // n_kv, (n_pages + SEGMENT - 1) // SEGMENT
-    partial = np.empty((n_segments * n_kv, group * width), np.float32)
-    peaks, sums = np.empty((n_segments * n_kv, group), np.float32), np.empty((n_segments * n_kv, group), np.float32)
-    if n_pages * PAGE * n_heads * width < PARALLEL_WORK:
-        for job in range(n_segments * n_kv):
-            _attend_job(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position,
-                        scale, partial, peaks, sums, job)
+    n_jobs = n_segments * n_kv
+    partial, peaks_sums = np.empty((n_jobs, group * width), np.float32), np.empty((2, n_jobs, group), np.float32)
+    _put_pools(control, _SEGMENTS, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+    control[ARGUMENTS + 19 : ARGUMENTS + 26] = np.array([
+        token, n_pages, len(pages), np.int64(pages.ctypes.data), np.int64(partial.ctypes.data),
+        np.int64(peaks_sums.ctypes.data), n_jobs,
+    ])
+    if n_pages * PAGE * n_heads * width < JOB_WORK:
+        for job in range(n_jobs):
+            _segment_job(control, job)
     else:
-        _attend_jobs_parallel(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token,
-                              position, scale, partial, peaks, sums)
+        _run(control, n_jobs)
     top, total, result = np.zeros(group, np.float32), np.zeros(group, np.float32), np.empty(group * width, np.float32)
     for head in range(n_kv):
         total[:] = np.float32(0)
@@ -1178,19 +1314,20 @@ def _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, page
         for segment in range(n_segments):
             job = segment * n_kv + head
             for g in range(group):
-                if sums[job, g] > np.float32(0):
-                    _merge(peaks[job, g], sums[job, g], partial[job], g, top, total, result, g * width, width)
+                peak, part = peaks_sums[0, job, g], peaks_sums[1, job, g]
+                if part > np.float32(0):
+                    _merge(peak, part, partial[job], g, top, total, result, g * width, width)
         for g in range(group):
             for k in range(width):
                 out[token, head * group + g, k] = result[g * width + k] / total[g]
 
 
 @njit
-def attention_selected(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, blocks, counts,
-                       out):
-    """`attention` over chosen pages only: token t reads pages blocks[t, :counts[t]] (ascending, its own page last)."""
+def _attention_selected(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, blocks,
+                        counts, out):
     for t in range(q.shape[0]):
-        _attend_one(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, blocks[t, : counts[t]], counts[t], q, t,
+        pages = blocks[t, : counts[t]]
+        _attend_one(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, counts[t], q, t,
                     position + t, scale, out)
 
 
@@ -1250,32 +1387,50 @@ def _select(scores, n, keep, out):
     return m
 
 
-@njit(parallel=True)
-def select_blocks(queries, pooled, position, keep, blocks, counts):
+def select_blocks(queries, pooled, position, keep, blocks, counts, team=None):
     """For token t the `keep` complete blocks of highest score, ascending, and the open block behind them.
 
     queries float32 [T, heads, D] (normed, rotated), pooled float32 [rows, D]; score = sum over heads of
     relu(query . pooled). blocks int32 [T, keep + 1], counts int64 [T].
     """
-    n_heads, width = queries.shape[1], queries.shape[2]
-    for t in prange(queries.shape[0]):
-        complete = (position + t + 1) // PAGE
-        m = min(complete, keep)
-        if complete <= keep:
-            for b in range(complete):
-                blocks[t, b] = b
-        else:
-            scores = np.empty(complete, np.float32)
-            for b in range(complete):
-                total = np.float32(0)
-                for h in range(n_heads):
-                    total += max(np.float32(0), _dot(queries, (t * n_heads + h) * width, pooled, b * width, width))
-                scores[b] = total
-            m = _select(scores, complete, keep, blocks[t])
-        if (position + t + 1) % PAGE:
-            blocks[t, m] = complete
-            m += 1
-        counts[t] = m
+    _select_blocks(_awake(team), queries, pooled, position, keep, blocks, counts)
+
+
+@njit
+def _select_blocks(control, queries, pooled, position, keep, blocks, counts):
+    _put(control, _SELECT, (
+        np.int64(queries.ctypes.data), np.int64(pooled.ctypes.data), np.int64(position), np.int64(keep),
+        np.int64(blocks.ctypes.data), np.int64(counts.ctypes.data), np.int64(queries.shape[0]),
+        np.int64(queries.shape[1]), np.int64(queries.shape[2]), np.int64(pooled.shape[0]),
+    ))
+    _run(control, queries.shape[0])
+
+
+@njit
+def _select_job(control, t):
+    """The blocks of token t."""
+    c = control[ARGUMENTS : ARGUMENTS + 10]
+    position, keep, n_heads, width = c[2], c[3], c[7], c[8]
+    queries = carray(pointer_to(c[0]), (c[6], n_heads, width), np.float32)
+    pooled = carray(pointer_to(c[1]), (c[9], width), np.float32)
+    blocks, counts = carray(pointer_to(c[4]), (c[6], keep + 1), np.int32), carray(pointer_to(c[5]), (c[6],), np.int64)
+    complete = (position + t + 1) // PAGE
+    m = min(complete, keep)
+    if complete <= keep:
+        for b in range(complete):
+            blocks[t, b] = b
+    else:
+        scores = np.empty(complete, np.float32)
+        for b in range(complete):
+            total = np.float32(0)
+            for h in range(n_heads):
+                total += max(np.float32(0), _dot(queries, (t * n_heads + h) * width, pooled, b * width, width))
+            scores[b] = total
+        m = _select(scores, complete, keep, blocks[t])
+    if (position + t + 1) % PAGE:
+        blocks[t, m] = complete
+        m += 1
+    counts[t] = m
 
 
 # --- gated delta net ----------------------------------------------------------------------------------------------
@@ -1331,29 +1486,54 @@ def _delta_step(state, decay, beta, q, k, v, delta, out):
             out[j] += value * query
 
 
-@njit(parallel=True)
-def delta_net(mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out):
+def delta_net(mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out, team=None):
     """The gated delta rule, token by token; mutates state float32 [Hv, S, S].
 
     mixed float32 [T, 2 Hk S + Hv S] (q, k, v after the convolution), alpha, beta [T, Hv], a = -e ** A_log and dt_bias
     [Hv], out [T, Hv, S]. Value head v reads key head v // (Hv / Hk) where `grouped`, else v mod Hk.
     """
-    n_heads, size = state.shape[0], state.shape[1]
-    for head in prange(n_heads):
-        q, k = np.empty(size, np.float32), np.empty(size, np.float32)
-        delta = np.empty(size, np.float32)
-        key_head = head // (n_heads // n_key_heads) if grouped else head % n_key_heads
-        for t in range(mixed.shape[0]):
-            at = key_head * size
-            _l2_normalise(mixed[t, at : at + size], np.float32(1 / np.sqrt(np.float64(size))), q)
-            at += n_key_heads * size
-            _l2_normalise(mixed[t, at : at + size], np.float32(1), k)
-            at = 2 * n_key_heads * size + head * size
-            x = alpha[t, head] + dt_bias[head]
-            softplus = x if x > np.float32(20) else np.log1p(np.exp(x))
-            decay = np.exp(a[head] * softplus)
-            gate = np.float32(1) / (np.float32(1) + np.exp(-beta[t, head]))
-            _delta_step(state[head], decay, gate, q, k, mixed[t, at : at + size], delta, out[t, head])
+    _delta_net(_awake(team), mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out)
+
+
+@njit
+def _delta_net(control, mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out):
+    _put(control, _DELTA, (
+        np.int64(mixed.ctypes.data), np.int64(alpha.ctypes.data), np.int64(beta.ctypes.data), np.int64(a.ctypes.data),
+        np.int64(dt_bias.ctypes.data), np.int64(state.ctypes.data), np.int64(out.ctypes.data), np.int64(n_key_heads),
+        np.int64(grouped), np.int64(mixed.shape[0]), np.int64(mixed.shape[1]), np.int64(state.shape[0]),
+        np.int64(state.shape[1]),
+    ))
+    if mixed.shape[0] * state.size < JOB_WORK:
+        for head in range(state.shape[0]):
+            _delta_job(control, head)
+    else:
+        _run(control, state.shape[0])
+
+
+@njit
+def _delta_job(control, head):
+    """All tokens of one value head."""
+    c = control[ARGUMENTS : ARGUMENTS + 13]
+    n_key_heads, grouped, n_tokens, n_heads, size = c[7], c[8], c[9], c[11], c[12]
+    mixed = carray(pointer_to(c[0]), (n_tokens, c[10]), np.float32)
+    alpha = carray(pointer_to(c[1]), (n_tokens, n_heads), np.float32)
+    beta = carray(pointer_to(c[2]), (n_tokens, n_heads), np.float32)
+    a, dt_bias = carray(pointer_to(c[3]), (n_heads,), np.float32), carray(pointer_to(c[4]), (n_heads,), np.float32)
+    state = carray(pointer_to(c[5]), (n_heads, size, size), np.float32)
+    out = carray(pointer_to(c[6]), (n_tokens, n_heads, size), np.float32)
+    q, k, delta = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    key_head = head // (n_heads // n_key_heads) if grouped else head % n_key_heads
+    for t in range(n_tokens):
+        at = key_head * size
+        _l2_normalise(mixed[t, at : at + size], np.float32(1 / np.sqrt(np.float64(size))), q)
+        at += n_key_heads * size
+        _l2_normalise(mixed[t, at : at + size], np.float32(1), k)
+        at = 2 * n_key_heads * size + head * size
+        x = alpha[t, head] + dt_bias[head]
+        softplus = x if x > np.float32(20) else np.log1p(np.exp(x))
+        decay = np.exp(a[head] * softplus)
+        gate = np.float32(1) / (np.float32(1) + np.exp(-beta[t, head]))
+        _delta_step(state[head], decay, gate, q, k, mixed[t, at : at + size], delta, out[t, head])
 
 
 @njit

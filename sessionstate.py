@@ -44,12 +44,15 @@ def _refuse(reason: str, text: str) -> SessionError:
     return SessionError("invalid", reason, f"the session does not fit this model: {text}")
 
 
-def validate(image: Image, cache: Cache, max_tokens: int, n_vocab: int) -> None:
+def validate(image: Image, cache: Cache, max_tokens: int, n_vocab: int, cvec: bool) -> None:
     """Hold an image, read within `limits_of`, against the cache; raises SessionError and changes nothing.
 
     The order is that of the format: the live tokens, each checkpoint, the live arrays, the layers.
     """
     n_tokens = image.live.n_tokens
+    if image.cvec != cvec:
+        how = "with" if image.cvec else "without"
+        raise _refuse("cvec", f"it was computed {how} a control vector, unlike what runs now")
     if not 0 < n_tokens <= max_tokens:
         raise _refuse("count-limit", f"{n_tokens} tokens, expected 1 to {max_tokens}")
     if image.live.ids.min() < 0 or image.live.ids.max() >= n_vocab:

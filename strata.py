@@ -23,6 +23,7 @@ MAX_COUNT = 2**31 - 1  # every number on the command line is held in 32 bits som
 MAX_CONFIG_BYTES = 1 << 20
 LARGE_BYTES = 256 << 20  # a file below this is read before a line about it would be
 KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")
+ACTIVATIONS = ("int8", "float")
 BACKENDS = ("auto", "cpu", "cuda")
 EMBEDDED = "(default: the embedded model)"
 SPLIT_OPTIONS = ("layer_split", "peer_device")
@@ -296,6 +297,14 @@ SERVE_OPTIONS = (
     Option("threads", int, None, _number(1), "N", "compute threads (default: physical cores)"),
     Option(
         "control_vector", str, None, _text, "FILE[:SCALE]", "control vector added to the model's layers (default: none)"
+    ),
+    Option(
+        "activations",
+        str,
+        "int8",
+        _choice(ACTIVATIONS),
+        "|".join(ACTIVATIONS),
+        "what quantised weights are multiplied with (default: int8, rounded; float is exact and slower)",
     ),
 )
 

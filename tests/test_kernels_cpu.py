@@ -7,7 +7,6 @@ test_model.py.
 
 from pathlib import Path
 
-import numba
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -29,12 +28,12 @@ ROUNDING = 2.0**-24  # relative error of one float32 operation
 
 
 @pytest.fixture(params=[1, 2])
-def threads(request):
-    """Run the test on one thread and, where the machine has them, on two."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(request.param, numba.config.NUMBA_NUM_THREADS))
+def threads(request, monkeypatch):
+    """Run the test on one thread and on two."""
+    _, team = ops.operations(request.param)
+    monkeypatch.setattr(ops, "ALONE", team)
     yield request.param
-    numba.set_num_threads(before)
+    team.close()
 
 
 def rng_for(*key) -> np.random.Generator:
@@ -165,13 +164,13 @@ def test_product_is_right_and_the_same_for_any_number_of_tokens(kind, rows, colu
 def test_product_does_not_depend_on_threads(kind):
     rng = rng_for(kind, "threads")
     raw, x = random_raw(rng, kind, 1, 130, 512), normal(rng, 67, 512)
-    weights, before, results = packed(kind, raw, 512), numba.get_num_threads(), []
-    try:
-        for n_threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
-            numba.set_num_threads(n_threads)
-            results.append(matmul(weights, x))
-    finally:
-        numba.set_num_threads(before)
+    weights, results = packed(kind, raw, 512), []
+    for n_threads in range(1, 5):
+        operations, team = ops.operations(n_threads)
+        out = np.empty((len(x), 130), np.float32)
+        operations.matmul(weights, x, out)
+        team.close()
+        results.append(out)
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
 

@@ -1,0 +1,193 @@
+"""A team of compute threads that share out the jobs of one operation.
+
+It owns the threads, the word by which they claim jobs and the wait for the last one; it knows no operation. The caller
+works too and takes whatever nobody else has taken, so on a busy machine an operation waits for no thread that is not
+running, but for one that holds a job. Invariant: a helper touches an operation's arguments only between claiming one of
+its jobs and counting it as done, and the caller returns only when all are done. Read next: kernels_cpu.py.
+
+The word packs (turn, number of jobs, next job), 24 + 20 + 20 bits, so that a claim and the check that the operation is
+still the same are one compare-and-swap.
+"""
+
+import os
+import threading
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from jit import njit
+
+MAX_JOBS = (1 << 20) - 1
+# Slots of the control array, a cache line (8 words) apart where different threads write them.
+TURN, DONE, PARKED, END, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 32, 33, 34
+CONTROL_WORDS = 72
+SPINS = 20_000  # looks at the word before a helper goes to sleep: some 200 us, longer than the gap between operations
+
+
+def _slot(context, builder, signature, args):
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    return builder.gep(data, [args[1]])
+
+
+@intrinsic
+def load_word(typingctx, control, slot):
+    """An atomic read of control[slot]."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_slot(context, builder, signature, args), "acquire", 8)
+
+    return types.int64(control, types.intp), codegen
+
+
+@intrinsic
+def store_word(typingctx, control, slot, value):
+    """An atomic write of control[slot], after everything written before it."""
+
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[2], _slot(context, builder, signature, args), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(control, types.intp, types.int64), codegen
+
+
+@intrinsic
+def add_word(typingctx, control, slot, value):
+    """An atomic addition to control[slot]."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", _slot(context, builder, signature, args), args[2], "seq_cst")
+
+    return types.int64(control, types.intp, types.int64), codegen
+
+
+@intrinsic
+def swap_word(typingctx, control, slot, expected, value):
+    """Set control[slot] to `value` if it is `expected`; whether it was."""
+
+    def codegen(context, builder, signature, args):
+        address = _slot(context, builder, signature, args)
+        result = builder.cmpxchg(address, args[2], args[3], "seq_cst", "seq_cst")
+        return builder.extract_value(result, 1)
+
+    return types.boolean(control, types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic
+def pointer_to(typingctx, address):
+    """The void pointer that an integer address stands for; `carray` makes an array of it."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen
+
+
+# Windows has no such call; there a spinning caller loses its core at the end of its time slice.
+if hasattr(os, "sched_yield"):
+    _sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+    @njit
+    def _yield_core():
+        _sched_yield()
+
+else:
+
+    @njit
+    def _yield_core():
+        pass
+
+
+@njit
+def open_jobs(control, n_jobs):
+    """Offer jobs 0..n_jobs - 1 of the operation whose code and arguments were just put into `control`."""
+    turn = ((load_word(control, TURN) >> 40) + 1) & 0xFFFFFF
+    store_word(control, DONE, 0)
+    store_word(control, TURN, turn << 40 | n_jobs << 20)
+
+
+@njit
+def claim_job(control):
+    """The next job of the present operation, or -1 when all are taken."""
+    while True:
+        word = load_word(control, TURN)
+        job = word & 0xFFFFF
+        if job >= word >> 20 & 0xFFFFF:
+            return -1
+        if swap_word(control, TURN, word, word + 1):
+            return job
+
+
+@njit
+def finish_job(control):
+    """Count a claimed job as done."""
+    add_word(control, DONE, 1)
+
+
+@njit
+def wait_for_jobs(control, n_jobs):
+    """Return when every job is done; those not yet done are in the hands of helpers."""
+    looks = 0
+    while load_word(control, DONE) < n_jobs:
+        looks += 1
+        if looks > SPINS:  # the helper lost its core: let it have this one
+            _yield_core()
+
+
+@njit
+def await_jobs(control):
+    """Spin until jobs are open (True), or until it is time to sleep or to end (False)."""
+    for _ in range(SPINS):
+        word = load_word(control, TURN)
+        if (word & 0xFFFFF) < (word >> 20 & 0xFFFFF):
+            return True
+        if load_word(control, END):
+            return False
+    return False
+
+
+@njit
+def _park(control, change):
+    add_word(control, PARKED, change)
+
+
+class Team:
+    """The caller and `n_threads - 1` helpers; `assist(control)` works on open jobs until there are none for a while."""
+
+    def __init__(self, n_threads: int, assist):
+        self.control = np.zeros(CONTROL_WORDS, np.int64)
+        self._assist = assist
+        self._work = threading.Event()
+        self._helpers = [threading.Thread(target=self._help, daemon=True) for _ in range(n_threads - 1)]
+        self.control[HELPERS] = len(self._helpers)
+        for helper in self._helpers:
+            helper.start()
+
+    @property
+    def n_threads(self) -> int:
+        return len(self._helpers) + 1
+
+    def wake(self) -> None:
+        """Have sleeping helpers look for jobs; cheap enough to be called before every operation."""
+        if self.control[PARKED]:
+            self._work.set()
+
+    def _help(self) -> None:
+        control = self.control
+        while True:
+            self._assist(control)
+            # Cleared before the look at END, which is set before the event: so an end cannot be slept through.
+            self._work.clear()
+            if control[END]:
+                return
+            _park(control, 1)
+            self._work.wait()
+            _park(control, -1)
+
+    def close(self) -> None:
+        """End the helpers."""
+        self.control[END] = 1
+        self._work.set()
+        for helper in self._helpers:
+            helper.join()
