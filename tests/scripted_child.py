@@ -17,7 +17,8 @@ printed, but for directives:
     @exit N, @die   leave with a status; by SIGKILL
     @deaf           do nothing any more, whatever comes
 
-FOLDER/starts gets a line for each start, FOLDER/overlap is created when two run at once, FOLDER/verbs has every line.
+FOLDER/starts gets a line for each start, FOLDER/overlap is created when two run at once, FOLDER/verbs has every line,
+FOLDER/results what was saved.
 """
 
 import fcntl
@@ -206,6 +207,7 @@ class Child:
         self.say(f"SESSION {len(data)} {len(data)}")
         self.say("SWAIT publish 60")
         os.replace(path + ".tmp", path)
+        self.note("results", f"{path} {len(self.held)}")
         self.say(f"SAVED {len(self.held)} {len(data)} 12.5")
 
     def restore(self, path: str) -> None:

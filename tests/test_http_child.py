@@ -1,7 +1,9 @@
 """The engine child under the front: turns, limits, a child that breaks the rules, ends or is ended."""
 
 import os
+import random
 import signal
+import threading
 import time
 
 import httpx
@@ -493,3 +495,58 @@ def test_a_stop_string_stops_the_child(front):
     body = front.post("/completion", {"prompt": "x", "stop": ["OP"]}).json()
     assert (body["content"], body["stop_type"], body["stopping_word"]) == ("one ST", "word", "OP")
     assert front.verbs()[-1] == "STOP"
+
+
+# --- A crowd ---
+
+
+def test_a_crowd(front):
+    """Twenty clients at random: every answer is well-formed, and what was saved last under a name comes back."""
+    faults: list[str] = []
+
+    def client(seed: int) -> None:
+        chosen = random.Random(seed)
+        with httpx.Client(base_url=front.url, timeout=front.deadline_s) as client:
+            for _ in range(15):
+                act = chosen.choice(["chat", "stream", "hang up", "save", "restore", "erase", "look", "unload"])
+                fault = crowd_act(client, act, f"{chosen.randrange(3)}.bin", "x" * chosen.randrange(1, 300))
+                if fault:
+                    faults.append(f"{act}: {fault}")
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(front.deadline_s)
+    assert not any(thread.is_alive() for thread in threads)
+    assert faults == []
+    front.chat("the last word")
+    front.slot("save", "0.bin")
+    last = dict(line.rsplit(" ", 1) for line in (front.scripts / "results").read_text().splitlines())
+    for path, n_saved in last.items():
+        assert front.slot("restore", os.path.basename(path)).json()["n_restored"] == int(n_saved)
+    assert not list((front.folder / "saved").glob("*.tmp"))
+
+
+def crowd_act(client, act: str, name: str, text: str) -> str | None:
+    """One request; what was wrong with its answer, if anything was."""
+    body = {"messages": [{"role": "user", "content": text}]}
+    if act in ("stream", "hang up"):
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
+            if act == "hang up":
+                next(answer.iter_lines())
+                return None
+            text = "".join(answer.iter_text())
+        return None if text.endswith("data: [DONE]\n\n") else text
+    if act == "chat":
+        answer = client.post("/v1/chat/completions", json=body)
+    elif act == "look":
+        answer = client.get("/slots")
+    elif act == "unload":
+        answer = client.post("/unload")
+    else:
+        answer = client.post(f"/slots/0?action={act}", json={"filename": name})
+    # Nothing may be held, saved or loaded; a busy engine is not unloaded.
+    also_fine = {"save": (400, 503), "restore": (404, 503), "erase": (503,), "unload": (409,)}.get(act, ())
+    answer.json()
+    return None if answer.status_code in (200, *also_fine) else answer.text
