@@ -43,8 +43,11 @@ def load(text: str, n_layers: int, n_embd: int) -> tuple[np.ndarray, int]:
         if int(layer) >= n_layers or int(np.prod(tensor.shape)) != n_embd:
             shape = [int(n) for n in tensor.shape]
             raise ControlVectorError(f"{path}: {tensor.name} {shape} fits no model of {n_layers} layers x {n_embd}")
-        table[int(layer)] = dequantize(tensor.data, tensor.tensor_type).reshape(-1) * np.float32(scale)
+        with np.errstate(over="ignore", invalid="ignore"):
+            table[int(layer)] = dequantize(tensor.data, tensor.tensor_type).reshape(-1) * np.float32(scale)
         found += 1
     if not found:
         raise ControlVectorError(f"{path}: no control vector: it has no tensor {PREFIX}<layer>")
+    if not np.isfinite(table).all():
+        raise ControlVectorError(f"{path}: a direction times {scale} is beyond the range of float32, or no number")
     return table, hash64(table.view(np.uint8).reshape(-1)) or 1
