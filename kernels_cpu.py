@@ -794,6 +794,12 @@ def _product(control, kind, data, group_bytes, n_rows, n_cols, rounded, x, offse
         np.int64(sums.ctypes.data), np.int64(active.ctypes.data),
     ))
     _run(control, jobs_per_expert * len(active))
+    _hold((codes, scales, sums, active))
+
+
+@njit
+def _hold(arrays):
+    """Keep arrays of this operation until here: Numba frees one behind its last use, and an address is none."""
 
 
 @njit
