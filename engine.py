@@ -6,9 +6,7 @@ refused request, save or restore leaves it as it was. Read next: model.py (a pas
 prompt), sessionstate.py (a conversation as a file).
 """
 
-import importlib.metadata
 import os
-import pathlib
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,11 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
+import backend
 import controlvector
-import kernels_cpu
 import sessionstate
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
+from gguffile import GgufError, embedded_model
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
 from promptcache import Checkpoints, ParkingLot, is_prefix
@@ -37,8 +36,8 @@ MARGIN = 8  # cells kept free behind a request: the longest window of speculativ
 DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
 LAST_STAMP = 2**64 - 1  # a file has room for no greater one, and may have come with it
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
-EMBEDDED_MODEL = "strata-demo.gguf"
 MIB = 1 << 20
+LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
 
 
 class RequestError(Exception):
@@ -46,7 +45,7 @@ class RequestError(Exception):
 
 
 class FatalError(Exception):
-    """A restore that failed after a pool was written; the process must end."""
+    """A restore that failed after a pool was written, or a device that failed in a request; the process must end."""
 
 
 @dataclass(frozen=True)
@@ -129,28 +128,13 @@ class Outcome(NamedTuple):
     ms: float
 
 
-def embedded_model() -> str:
-    """Path of the model that comes with the package: beside the sources, or where the installer put it."""
-    beside = pathlib.Path(__file__).resolve().parent / "models" / EMBEDDED_MODEL
-    if beside.exists():
-        return str(beside)
-    try:
-        installed = importlib.metadata.files("strata-engine") or []
-    except importlib.metadata.PackageNotFoundError:
-        installed = []
-    for file in installed:
-        if file.name == EMBEDDED_MODEL:
-            return str(file.locate())
-    raise ModelError("no embedded model is installed: name a GGUF file with --model")
-
-
 class Engine:
     """A loaded model with its backend and settings."""
 
-    def __init__(self, options: EngineOptions, file, log: Callable[[str], None]):
+    def __init__(self, options: EngineOptions, file, operations: tuple, log: Callable[[str], None]):
         config = file.config
         self.options, self.config, self.log = options, config, log
-        self.backend = _choose_backend(options)
+        self.backend, self.operations = operations
         self.model_paths, self.end_ids, self.turn_start_id = file.paths, file.end_ids, file.turn_start_id
         self.n_vocab = config.n_vocab
         self.max_context = options.max_context or min(config.n_ctx, DEFAULT_CONTEXT)
@@ -162,16 +146,24 @@ class Engine:
         if self.n_threads > (os.cpu_count() or 1):
             raise ModelError(f"--threads {self.n_threads}: this machine runs at most {os.cpu_count() or 1}")
         directions, self.cvec_digest = _load_directions(options.control_vector, config)
-        operations, team = kernels_cpu.operations(self.n_threads)
-        weakref.finalize(self, team.close)
-        self.model = Model(config, file.weights, operations, directions)
+        if self.backend == "cpu":
+            self.operations, team = self.operations.operations(self.n_threads)
+            weakref.finalize(self, team.close)
+        self.model = Model(config, file.weights, self.operations, directions)
         self._identity: Identity | None = None
 
     @classmethod
     def load(cls, options: EngineOptions, log: Callable[[str], None] = lambda line: None) -> "Engine":
         """Load model and settings; raises ModelError with one line that says what is wrong."""
-        path = options.model or embedded_model()
-        return cls(options, load_model(path, kernels_cpu, log, round_x=options.activations == "int8"), log)
+        try:
+            path = options.model or embedded_model()
+        except GgufError as error:
+            raise ModelError(str(error)) from error
+        name, operations = _choose_backend(options, log)
+        file = load_model(path, operations, log, round_x=options.activations == "int8")
+        if name == "cuda":
+            _check_widths(operations, file.config)
+        return cls(options, file, (name, operations), log)
 
     def info(self) -> dict[str, str]:
         """What the serve loop prints before READY, in its order."""
@@ -188,7 +180,15 @@ class Engine:
         }
 
     def new_cache(self) -> Cache:
-        return Cache(self.config.cache_shape(self.max_context, self.cell_format))
+        """Pools and running state of a conversation; raises ModelError where the device has no room for them."""
+        shape, n_resident = self.config.cache_shape(self.max_context, self.cell_format), self.options.kv_resident
+        try:
+            return Cache(shape, self.operations, n_resident)
+        except self.operations.DEVICE_ERRORS as error:
+            raise ModelError(
+                f"the cells of {self.max_context} tokens do not fit the device ({error}):"
+                " lower --max-context or keep fewer there with --kv-resident"
+            ) from error
 
     def identity(self, phase: Callable[[str, int], None] | None = None) -> Identity:
         """Fingerprints of model and configuration, computed once; `phase` is told before files are read."""
@@ -229,12 +229,24 @@ class Engine:
         )
 
 
-def _choose_backend(options: EngineOptions) -> str:
-    if options.backend == "cuda":
-        raise ModelError("--backend cuda: this version has no CUDA backend; use cpu")
-    if options.kv_resident:
+def _choose_backend(options: EngineOptions, log):
+    """Name and module of the backend, before weights are packed for it."""
+    try:
+        name, operations = backend.choose(options.backend, log)
+    except backend.BackendError as error:
+        raise ModelError(f"--backend {options.backend}: {error}") from error
+    if options.kv_resident and name == "cpu":
         raise ModelError("--kv-resident: only a CUDA backend keeps cells elsewhere; leave it out")
-    return "cpu"
+    if 0 < options.kv_resident < LEAST_RESIDENT:
+        raise ModelError(f"--kv-resident {options.kv_resident}: at least {LEAST_RESIDENT}, or 0 for all")
+    return name, operations
+
+
+def _check_widths(operations, config) -> None:
+    try:
+        backend.check_widths(operations, config.head_dim, config.idx_dim, config.gdn_state)
+    except backend.BackendError as error:
+        raise ModelError(str(error)) from error
 
 
 def _choose_format(name: str, head_dim: int):
@@ -500,7 +512,14 @@ class _Generation:
         return self.n_context - len(self.request.prompt)
 
     def events(self) -> Iterator[NamedTuple]:
-        """Resume, prompt progress, Reused, tokens, Done; a generator that is abandoned leaves nothing complete."""
+        """The request's events; a generator that is abandoned leaves nothing complete."""
+        try:
+            yield from self._events()
+        except self.engine.operations.DEVICE_ERRORS as error:
+            raise FatalError(f"the device failed in a request: {error}") from error
+
+    def _events(self) -> Iterator[NamedTuple]:
+        """Resume, prompt progress, Reused, tokens, Done."""
         started = time.perf_counter()
         n_reused = self.session.resume(self.request.prompt)
         yield Resume(n_reused)

@@ -37,6 +37,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numba  # noqa: E402
 
+# Whoever imports numba before this module has it read the environment too early.
+numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]
+
 
 def njit(function=None, *, parallel=False, fastmath=False, inline="never"):
     """`numba.njit` as every kernel here uses it: cached on disk, without the GIL, C rules for division."""

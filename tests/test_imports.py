@@ -30,7 +30,7 @@ ALLOWED = {
     "model": {"weights", "kvcache"},
     "controlvector": {"fingerprint", "gguffile"},
     "sessionstate": {"kvcache", "promptcache", "sessionlayout"},
-    "engine": {"model", "weights", "controlvector", "kernels_cpu", "kvcache", "promptcache", "sampling"}
+    "engine": {"gguffile", "model", "weights", "controlvector", "kernels_cpu", "kvcache", "promptcache", "sampling"}
     | {"sessionstate", "sessionfile", "fingerprint"},
     "serveloop": {"engine", "sessionfile"},
     "answertext": set(),
