@@ -1,10 +1,13 @@
 """Each kernel against its plain float64 form; and that neither tiling nor threads change a bit.
 
-Owns: the evidence for kernels_cpu.py, operation by operation. Refuses to know: layers, files, whole models. Invariant: a
-plain form stands beside its test or comes from reference.py, and shares nothing with the kernel. Read next:
-test_model.py.
+Owns: the evidence for kernels_cpu.py, operation by operation. Refuses to know: layers, files, whole models.
+Invariant: a plain form stands beside its test or comes from reference.py, and shares nothing with the kernel. Read
+next: test_model.py.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,8 @@ import reference
 from gguffile import open_gguf
 from kvcache import FORMATS, head_bytes, scale_bytes
 
-DATA = Path(__file__).parent / "data" / "model"
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "tests" / "data" / "model"
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
 FLOATS = KINDS[:3]
 # Where a block's bytes hold float16: random bytes there would be infinite or no number.
@@ -68,8 +72,8 @@ def plain(kind: str, raw: np.ndarray) -> np.ndarray:
     return dequantize(stored, GGMLQuantizationType[kind]).astype(np.float32).reshape(*raw.shape[:2], -1)
 
 
-def packed(kind: str, raw: np.ndarray, columns: int) -> ops.Pack:
-    return ops.pack(getattr(ops, kind), raw, columns)
+def packed(kind: str, raw: np.ndarray, columns: int, round_x: bool = False) -> ops.Pack:
+    return ops.pack(getattr(ops, kind), raw, columns, round_x=round_x)
 
 
 def all_rows(weights: ops.Pack, ids=None) -> np.ndarray:
@@ -188,6 +192,83 @@ def test_each_expert_multiplies_its_own_rows(kind, rows, columns, counts, thread
         np.testing.assert_array_equal(out[part], matmul(packed(kind, raw[expert : expert + 1], columns), x[part]))
 
 
+# --- products of rounded activations ------------------------------------------------------------------------------
+
+CODED = KINDS[3:]
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """x in float64 as blocks of 32 are rounded to int8: codes -127..127 times largest / 127, both taken in float32."""
+    blocks = x.reshape(-1, 32)
+    peak = np.abs(blocks).max(axis=1, keepdims=True)
+    inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    codes = np.rint(blocks * inverse)
+    assert np.abs(codes).max() <= 127
+    return (codes.astype(np.float64) * (peak / np.float32(127))).reshape(x.shape)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("kind", CODED)
+def test_product_of_rounded_activations(kind, rows, threads):
+    rng, columns = rng_for(kind, rows, "int8"), 512
+    raw, x = random_raw(rng, kind, 1, rows, columns), normal(rng, 65, columns)
+    x[3], x[4, :32], x[5, 7] = 0, 0, 1000  # nothing to scale by, in all of a row or in a block; one value far off
+    weights, exact = packed(kind, raw, columns, round_x=True), plain(kind, raw)[0].astype(np.float64)
+    whole, seen = matmul(weights, x), rounded(x)
+    # Dots are exact integers; what rounds is scale times code, once a block or half a block, and each running sum.
+    bound = (2 * 2 * columns // 32 + 4) * ROUNDING * (np.abs(seen) @ np.abs(exact).T)
+    assert (np.abs(whole - seen @ exact.T) <= bound + 1e-30).all()
+    assert not whole[3].any()
+    for n_tokens in (1, 3, 4, 5, 64):
+        np.testing.assert_array_equal(matmul(weights, x[:n_tokens]), whole[:n_tokens])
+        np.testing.assert_array_equal(matmul(weights, x[65 - n_tokens :]), whole[65 - n_tokens :])
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_each_expert_multiplies_its_own_rounded_rows(kind, threads):
+    rng, counts = rng_for(kind, "int8 experts"), [3, 0, 1, 70, 0]
+    raw, x = random_raw(rng, kind, 5, 20, 256), normal(rng, sum(counts), 256)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    out = np.full((len(x), 20), np.nan, np.float32)
+    ops.expert_matmul(packed(kind, raw, 256, round_x=True), x, offsets, out)
+    for expert in range(5):
+        part, alone = slice(offsets[expert], offsets[expert + 1]), packed(kind, raw[expert : expert + 1], 256, True)
+        np.testing.assert_array_equal(out[part], matmul(alone, x[part]))
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_activations_of_float_weights_are_never_rounded(kind):
+    rng = rng_for(kind, "int8")
+    raw, x = random_raw(rng, kind, 1, 20, 100), normal(rng, 5, 100)
+    np.testing.assert_array_equal(matmul(packed(kind, raw, 100, True), x), matmul(packed(kind, raw, 100), x))
+
+
+FREED_MEMORY = """
+import numpy as np, sys
+import kernels_cpu as ops, test_kernels_cpu as tests
+rng = np.random.default_rng(0)
+weights = ops.pack(ops.Q8_0, tests.random_raw(rng, "Q8_0", 1, 48, 512), 512, round_x=True)
+x = tests.normal(rng, 700, 512)
+operations, team = ops.operations(2)
+out = np.empty((700, 48), np.float32)
+operations.matmul(weights, x, out)
+sys.stdout.buffer.write(out.tobytes())
+team.close()
+"""
+
+
+def test_an_operation_reads_no_memory_that_it_has_freed():
+    def product(fill: str) -> bytes:
+        environment = os.environ | {"MALLOC_PERTURB_": fill, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        command = [sys.executable, "-c", FREED_MEMORY]
+        return subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+
+    # glibc overwrites what is freed with this byte; other libraries ignore it.
+    clean = product("0")
+    assert len(clean) == 700 * 48 * 4
+    assert product("165") == product("90") == clean
+
+
 # --- rows and heads -----------------------------------------------------------------------------------------------
 
 
@@ -236,6 +317,17 @@ def test_rows_are_added_plain_and_gated():
     np.testing.assert_array_equal(plain_sum, x + y)
     ops.add_scaled_rows(gated, scale, y)
     np.testing.assert_allclose(gated, x + reference.sigmoid(scale.astype(np.float64)) * y, rtol=1e-6, atol=1e-6)
+
+
+def test_a_bias_is_added_and_a_gate_split_off():
+    rng = rng_for("bias")
+    x, bias, both = normal(rng, 3, 20), normal(rng, 20), normal(rng, 3, 2, 32)
+    biased, q, gate = x.copy(), np.empty((3, 2, 16), np.float32), np.empty((3, 2, 16), np.float32)
+    ops.add_bias(biased, bias)
+    np.testing.assert_array_equal(biased, x + bias)
+    ops.split_gate(both, q, gate)
+    np.testing.assert_array_equal(q, both[..., :16])
+    np.testing.assert_array_equal(gate, both[..., 16:])
 
 
 def rope_tables(positions, half: int, base: float):
@@ -589,7 +681,7 @@ def test_delta_rule(key_heads, value_heads, grouped, threads):
 
 
 def plain_delta(mixed, alpha, beta, a, dt_bias, key_heads, grouped, state):
-    """reference.delta_rule from a state that is not zero, which its linearity in (state, values) allows step by step."""
+    """reference.delta_rule from a state that need not be zero."""
     n_tokens, value_heads, size = len(mixed), len(a), state.shape[1]
     parts = mixed.astype(np.float64).reshape(n_tokens, -1, size)
     query, key, value = np.split(parts, [key_heads, 2 * key_heads], axis=1)
@@ -636,6 +728,26 @@ def test_streams_are_mixed_and_injected(streams):
     np.testing.assert_allclose(written, residual + weight[:, :, None] * y[:, None], rtol=0, atol=1e-6)
 
 
+def test_streams_start_equal_and_take_a_vector_each():
+    rng = rng_for("repeat")
+    x, residual = normal(rng, 3, 20), np.empty((3, 4, 20), np.float32)
+    ops.repeat_streams(x, residual)
+    np.testing.assert_array_equal(residual, np.repeat(x[:, None], 4, axis=1))
+    for y in (normal(rng, 3, 20), normal(rng, 1, 20)):
+        added = residual.copy()
+        ops.add_to_streams(added, y)
+        np.testing.assert_array_equal(added, residual + y[:, None])
+
+
+def test_the_largest_logit_is_chosen_and_its_share_known():
+    logits = np.array([[1, 3, 3, -2], [-5, -6, -7, -5], [0, 100, 0, 0]], np.float32)
+    assert ops.greedy(logits).tolist() == [1, 0, 1]
+    ids, share = ops.greedy_with_share(logits)
+    assert ids.tolist() == [1, 0, 1]
+    expected = reference.softmax(logits.astype(np.float64))[range(3), ids]
+    np.testing.assert_allclose(share, expected, rtol=1e-6)
+
+
 def routed(logits, used):
     weights, experts = np.empty((len(logits), used), np.float32), np.empty((len(logits), used), np.int32)
     ops.route(logits.copy(), weights, experts)
@@ -670,6 +782,9 @@ def test_assignments_are_ordered_by_expert_and_come_back_in_their_order():
     np.testing.assert_array_equal(order, np.argsort(experts.reshape(-1), kind="stable"))
     np.testing.assert_array_equal(np.diff(offsets), np.bincount(experts.reshape(-1), minlength=6))
     y, weights = normal(rng, 33, 10), np.abs(normal(rng, 11, 3))
+    x, rows = normal(rng, 11, 10), np.empty((33, 10), np.float32)
+    ops.gather_assigned(x, order, rows)
+    np.testing.assert_array_equal(rows, np.repeat(x, 3, axis=0)[order])
     out = np.full((11, 10), np.nan, np.float32)
     ops.combine_experts(y[order], order, weights, out)
     expected = (y.reshape(11, 3, 10).astype(np.float64) * weights[:, :, None]).sum(axis=1)

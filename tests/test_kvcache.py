@@ -1,8 +1,8 @@
 """Layout of pools and running state: sizes by formula, ranges of bytes, and who may move the number of tokens.
 
-Owns: the evidence that what a session file reads and fills has the sizes that the format states. Refuses to know: models
-and files. Invariant: sizes are written out here in numbers, not taken from the code. Read next: test_model.py for what
-the bytes mean, test_sessionstate.py for how they reach a file.
+Owns: the evidence that what a session file reads and fills has the sizes that the format states. Refuses to know:
+models and files. Invariant: sizes are written out here in numbers, not taken from the code. Read next: test_model.py
+for what the bytes mean, test_sessionstate.py for how they reach a file.
 """
 
 import numpy as np
@@ -117,7 +117,7 @@ def test_views_of_the_running_state_cover_it_once():
     views = [view(index) for index in range(3) for view in (state.recurrent, state.conv)]
     views += [view(index) for index in range(2) for view in (state.tail, state.spare_key)]
     for view in views:
-        view += 1
+        np.add(view, 1, out=view)
     for array in (state.gdn, state.tails, state.dead):
         assert (array == 1).all()
 

@@ -1,8 +1,8 @@
 """Forward passes against transformers and the float64 reference; cuts, speculation and rewinds to the bit.
 
 Owns: the evidence that a model computes what it should, and the same bits however its tokens arrive. Refuses to know:
-sampling, sessions, files of conversations. Invariant: "the same" means every byte that a later token could read: tokens,
-running state, cells up to the length, pooled keys. Read next: test_engine.py.
+sampling, sessions, files of conversations. Invariant: "the same" means every byte that a later token could read:
+tokens, running state, cells up to the length, pooled keys. Read next: test_engine.py.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import kernels_cpu
-import reference
 from kvcache import EXACT, FORMATS, PAGE, Cache
 from model import Model
 from reference import ReferenceModel

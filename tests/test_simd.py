@@ -1,9 +1,15 @@
 """Vector operations against NumPy: conversions bit by bit, e ** x and the logistic function against float64.
 
-Owns: the evidence that the sixteen-lane operations mean what their names say. Refuses to know: weight formats and models.
-Invariant: an operation is called through a kernel of its own, as the real kernels call it. Read next:
+Owns: the evidence that the sixteen-lane operations mean what their names say. Refuses to know: weight formats and
+models. Invariant: an operation is called through a kernel of its own, as the real kernels call it. Read next:
 test_kernels_cpu.py.
 """
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +17,7 @@ import pytest
 import simd
 from jit import njit
 
+ROOT = Path(__file__).parent.parent
 LANES = 16
 EVERY_HALF = np.arange(1 << 16, dtype=np.uint16)
 
@@ -89,6 +96,20 @@ def integer_fields(raw, shift, mask, out):
         simd.store(out, 32 + 16 * j, simd.signed_byte(value, np.int32(j)))
     both = simd.either(simd.bits(value, np.int32(0), np.int32(15)), simd.bits(value, np.int32(8), np.int32(240)))
     simd.store(out, 96, simd.to_float(both))
+
+
+@njit
+def dot_products(unsigned, signed, at, start, out):
+    total = simd.splat_i32(start)
+    simd.store(out, 0, simd.to_float(simd.dot_bytes(total, simd.load_i32(unsigned, 0), simd.load_i32(signed, 0))))
+    shared = simd.dot_bytes(total, simd.load_i32(unsigned, 0), simd.broadcast_i32(signed, at))
+    simd.store(out, 16, simd.to_float(shared))
+
+
+@njit
+def narrow(x, magnitudes, codes):
+    simd.store(magnitudes, 0, simd.magnitude(simd.load(x, 0)))
+    simd.store_i8(codes, 3, simd.load(x, 0))
 
 
 def test_exp_is_right_to_two_units_in_the_last_place():
@@ -221,6 +242,41 @@ def test_fields_of_integers(shift, mask):
     np.testing.assert_array_equal(out[1], shifted.astype(np.float32))
     np.testing.assert_array_equal(out[2:6].T, value.view(np.int8).reshape(LANES, 4))
     np.testing.assert_array_equal(out[6], (unsigned & 15) | (unsigned >> 8 & 240))
+
+
+def test_dot_products_of_bytes_are_exact():
+    rng = np.random.default_rng(5)
+    unsigned, signed = rng.integers(0, 256, 64).astype(np.uint8), rng.integers(-128, 128, 64).astype(np.int8)
+    unsigned[:8], signed[:8] = 255, [127] * 4 + [-128] * 4  # what 16 bits would saturate
+    out = np.empty((2, LANES), np.float32)
+    dot_products(unsigned, signed.view(np.uint8), 4, np.int32(-1000), out.reshape(-1))
+    products = unsigned.astype(np.int64) * signed
+    np.testing.assert_array_equal(out[0], products.reshape(16, 4).sum(axis=1) - 1000)
+    np.testing.assert_array_equal(out[1], (unsigned.reshape(16, 4).astype(np.int64) * signed[4:8]).sum(axis=1) - 1000)
+
+
+# A machine without byte products takes the portable form; Numba compiles for any processor that it is told.
+OTHER_PROCESSOR = "import test_simd; test_simd.test_dot_products_of_bytes_are_exact(); print('exact')"
+
+
+def test_dot_products_are_exact_without_instructions_for_them():
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    for processor in ("generic", "haswell"):
+        if processor == "haswell" and platform.machine() != "x86_64":
+            continue
+        environment = os.environ | {"PYTHONPATH": path, "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ""}
+        run = subprocess.run([sys.executable, "-c", OTHER_PROCESSOR], env=environment, capture_output=True, check=False)
+        assert (run.returncode, run.stdout.strip()) == (0, b"exact"), run.stderr.decode()[-500:]
+
+
+def test_magnitudes_and_bytes_of_whole_numbers():
+    x = np.array([-128, -127.0, -0.0, 0, 1, 127, -1, 5, -5, 100, -100, 3, 2, -2, 64, -64], np.float32)
+    magnitudes, codes = np.empty(LANES, np.float32), np.full(24, 99, np.int8)
+    narrow(x, magnitudes, codes)
+    np.testing.assert_array_equal(magnitudes, np.abs(x))
+    np.testing.assert_array_equal(codes[3:19], x)
+    assert (codes[:3] == 99).all()
+    assert (codes[19:] == 99).all()
 
 
 def test_a_store_writes_sixteen_values_and_no_more():
