@@ -434,11 +434,19 @@ class Front:
 
     async def start(self) -> None:
         """Load the tokenizer and the engine, restore if asked; raises TokenizerError or ChildError."""
+        await self._sweep()
         loading = asyncio.to_thread(Tokenizer.load, self._options.model)
         self._tokenizer, _ = await asyncio.gather(loading, self.child.load())
         if self._options.restore_at_start:
             await self._restore_at_start(self._options.restore_at_start)
         self._ready = True
+
+    async def _sweep(self) -> None:
+        try:
+            if self._folder and (n_removed := await asyncio.to_thread(self._folder.sweep)):
+                self._terminal.log(f"removed {n_removed} unfinished files of saves that were killed")
+        except OSError as error:
+            self._terminal.log(f"unfinished files of killed saves stay: {error}")
 
     async def _restore_at_start(self, name: str) -> None:
         """Restore, or say why not: a server without its old conversation is better than none."""

@@ -7,9 +7,12 @@ named, read or removed.
 Read next: ``httpfront.py``, which answers with this; ``sessionfile.py``, which writes the files.
 """
 
+import contextlib
 import os
+import re
 import stat
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,6 +23,10 @@ DEVICE_NAMES = frozenset(
     ["con", "prn", "aux", "nul", "conin$", "conout$"]
     + [f"{port}{digit}" for port in ("com", "lpt") for digit in "123456789\N{SUPERSCRIPT ONE}²³"]
 )
+# What a save writes before it takes its name. None of its steps may be silent for longer than an hour, so an older one
+# belongs to a process that was killed.
+UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
+UNFINISHED_MAX_S = 3600
 # Files named in one listing; the newest come first.
 MAX_LISTED = 1000
 
@@ -107,6 +114,18 @@ class SessionFolder:
             looked = [(name, status, self._look(name, status)) for name, status in files[:MAX_LISTED]]
         data = [_entry(name, status, saved, model, config) for name, status, saved in looked if saved]
         return {"object": "list", "data": data, "complete": len(files) <= MAX_LISTED}
+
+    def sweep(self) -> int:
+        """Remove what killed saves left behind, and return how many files that were."""
+        n_removed = 0
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as entries:
+            for entry in entries:
+                if UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    age_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                    if age_s > UNFINISHED_MAX_S and _starts_like_session(entry.path):
+                        os.unlink(entry.path)
+                        n_removed += 1
+        return n_removed
 
     def identity_of(self, name: str) -> tuple[str, str] | None:
         """The fingerprints of model and configuration in a file; None when it cannot be read."""

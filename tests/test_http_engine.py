@@ -494,7 +494,7 @@ def test_a_crowd(front):
             n_tokens = sessionfile.verify_session(str(path)).image.live.n_tokens
             assert front.restore(path.name)["n_restored"] == n_tokens
     assert front.restore("crowd0.bin")["n_restored"] == n_saved == front.held()
-    assert not [name for name in os.listdir(front.saved) if name.endswith(".tmp")]
+    assert not [name for name in os.listdir(front.saved) if name.startswith(".crowd")]
 
 
 def crowd_act(front, act: str, name: str, ids: list[int]) -> str | None:

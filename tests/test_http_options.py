@@ -1,5 +1,6 @@
 """The HTTP options of `strata --serve`, and what the front shows on its terminal."""
 
+import contextlib
 import io
 import json
 import pathlib
@@ -123,13 +124,16 @@ def test_the_command_line_end_to_end(tmp_path):
             lines: list[str] = []
             reader = threading.Thread(target=lambda stream=process.stderr, lines=lines: lines.extend(stream))
             reader.start()
-            with client_of(process, lines) as client:
-                held.append(client.get("/slots").json()[0]["n_prompt_tokens"])
-                answer = client.post("/completion", json={"prompt": [40, 41, 42] * 20, "n_predict": 4})
-                assert answer.status_code == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(EngineFront.deadline_s) == 0
-            reader.join()
+            try:
+                with contextlib.closing(client_of(process, lines)) as client:
+                    held.append(client.get("/slots").json()[0]["n_prompt_tokens"])
+                    answer = client.post("/completion", json={"prompt": [40, 41, 42] * 20, "n_predict": 4})
+                    assert answer.status_code == 200
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(EngineFront.deadline_s) == 0
+            finally:
+                process.kill()
+                reader.join()
             assert any(line.startswith("save 'a.bin': 63 tokens") for line in lines)
     assert held == [0, 63]
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -597,6 +597,21 @@ def test_a_folder_full_of_files_is_looked_into_once(tmp_path):
     assert folder.listing(None, None)["data"][0]["match"] is None
 
 
+def test_what_killed_saves_left_is_swept(tmp_path):
+    unfinished = [".a.bin.0123456789abcdef.tmp", ".日本.fedcba9876543210.tmp"]
+    kept = ["a.bin", ".a.bin.tmp", ".a.bin.0123456789ABCDEF.tmp", "a.bin.0123456789abcdef.tmp"]
+    for name in unfinished + kept:
+        (tmp_path / name).write_bytes(b"STRSESS\x01")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / ".foreign.0123456789abcdef.tmp").write_bytes(b"not ours")
+    os.utime(tmp_path / ".foreign.0123456789abcdef.tmp", (0, 0))
+    (tmp_path / ".running.0123456789abcdef.tmp").write_bytes(b"STRSESS\x01")
+    assert sessionfolder.SessionFolder(str(tmp_path)).sweep() == len(unfinished)
+    left = {".foreign.0123456789abcdef.tmp", ".running.0123456789abcdef.tmp", *kept}
+    assert set(os.listdir(tmp_path)) == left
+    assert sessionfolder.SessionFolder(str(tmp_path / "none")).sweep() == 0
+
+
 def test_an_empty_or_missing_folder_has_no_sessions(tmp_path):
     assert sessionfolder.SessionFolder(str(tmp_path / "none")).listing("aa", "bb")["data"] == []
 
