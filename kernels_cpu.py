@@ -45,6 +45,9 @@ _BYTES = np.array([BLOCK_BYTES[kind] for kind in range(9)], dtype=np.int64)
 # A backend whose kernels cannot read the host's memory copies here; this one works where the arrays lie.
 
 
+DEVICE_ERRORS = ()  # what a failing device raises
+
+
 def empty(shape, dtype=np.float32):
     """An array of any content."""
     return np.empty(shape, dtype)
@@ -669,7 +672,7 @@ def _run_job(control, job):
 @njit
 def _run(control, n_jobs):
     """Do all jobs of the operation in `control`, with whatever helpers come by."""
-    if n_jobs == 1 or control[HELPERS] == 0:
+    if n_jobs <= 1 or control[HELPERS] == 0:
         for job in range(n_jobs):
             _run_job(control, job)
         return
@@ -767,39 +770,33 @@ def _active_experts(offsets):
 
 
 @njit
-def _product(control, kind, data, group_bytes, n_rows, n_cols, rounded, x, offsets, out):
-    """Rows offsets[e]..offsets[e + 1] of x times matrix e."""
+def _put_product(control, kind, data, group_bytes, n_rows, n_cols, x, scales, sums, offsets, out):
+    """Arguments of a product of x, float32 or rounded (int8): the number of jobs, and the list they read."""
     n_tokens, groups = x.shape[0], (n_rows + ROWS - 1) // ROWS
     active = _active_experts(offsets)
-    if not len(active):
-        return
-    rows_each = max(1, n_tokens // len(active))
+    rows_each = max(1, n_tokens // max(1, len(active)))
     per_job = max(1, min(groups, JOB_WORK // (ROWS * n_cols * rows_each)))
     jobs_per_expert = (groups + per_job - 1) // per_job
-    codes, scales, sums = np.empty(0, np.int8), np.empty(0, np.float32), np.empty(0, np.int32)
-    x_address = x.ctypes.data
-    if rounded:
-        n_blocks = n_tokens * n_cols // BLOCK
-        codes, scales = np.empty(x.size, np.int8), np.empty(n_blocks, np.float32)
-        sums = np.empty(2 * n_blocks, np.int32)
-        arrays = (x.ctypes.data, codes.ctypes.data, scales.ctypes.data, sums.ctypes.data)
-        _put(control, _ROUND, (np.int64(arrays[0]), np.int64(arrays[1]), np.int64(arrays[2]), np.int64(arrays[3]),
-                               np.int64(n_tokens), np.int64(n_cols)))
-        _run(control, n_tokens)
-        x_address = codes.ctypes.data
     _put(control, _PRODUCT, (
         np.int64(kind), np.int64(group_bytes), np.int64(n_rows), np.int64(n_cols), np.int64(n_tokens),
-        np.int64(rounded), np.int64(per_job), np.int64(jobs_per_expert), np.int64(len(active)),
-        np.int64(data.ctypes.data), np.int64(out.ctypes.data), np.int64(x_address), np.int64(scales.ctypes.data),
+        np.int64(x.itemsize == 1), np.int64(per_job), np.int64(jobs_per_expert), np.int64(len(active)),
+        np.int64(data.ctypes.data), np.int64(out.ctypes.data), np.int64(x.ctypes.data), np.int64(scales.ctypes.data),
         np.int64(sums.ctypes.data), np.int64(active.ctypes.data),
     ))
-    _run(control, jobs_per_expert * len(active))
-    _hold((codes, scales, sums, active))
+    return jobs_per_expert * len(active), active
 
 
 @njit
-def _hold(arrays):
-    """Keep arrays of this operation until here: Numba frees one behind its last use, and an address is none."""
+def _put_round(control, x):
+    """Arguments of rounding x, one job a row, and room for codes, scales and sums."""
+    n_blocks = x.size // BLOCK
+    codes, scales = np.empty(x.shape, np.int8), np.empty(n_blocks, np.float32)
+    sums = np.empty(2 * n_blocks, np.int32)
+    _put(control, _ROUND, (
+        np.int64(x.ctypes.data), np.int64(codes.ctypes.data), np.int64(scales.ctypes.data), np.int64(sums.ctypes.data),
+        np.int64(x.shape[0]), np.int64(x.shape[1]),
+    ))
+    return codes, scales, sums
 
 
 @njit
@@ -820,8 +817,19 @@ def matmul(weights, x, out, team=None):
 
 def expert_matmul(weights, x, offsets, out, team=None):
     """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
-    w = weights
-    _product(_awake(team), w.kind, w.data, w.group_bytes, w.n_rows, w.n_cols, w.rounds_x, x, offsets, out)
+    w, control, scales, sums = weights, _awake(team), _NO_SCALES, _NO_SUMS
+    if w.rounds_x:
+        n_jobs = len(x)
+        x, scales, sums = _put_round(control, x)
+        _run(control, n_jobs)
+    # `active` is read by the jobs, so it has to live as long as they run.
+    n_jobs, active = _put_product(
+        control, w.kind, w.data, w.group_bytes, w.n_rows, w.n_cols, x, scales, sums, offsets, out
+    )
+    _run(control, n_jobs)
+
+
+_NO_SCALES, _NO_SUMS = np.empty(0, np.float32), np.empty(0, np.int32)
 
 
 def gather_rows(weights, ids, out):
@@ -1218,19 +1226,37 @@ def attention(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, pos
     q, out float32 [T, H, D]; pools as in `append_cells`, K heads shared by H / K query heads in order. The softmax is
     taken per segment of 64 pages and merged in order, so neither T nor the number of threads changes a bit.
     """
-    _attention(_awake(team), k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+    pools, pages = (k_codes, k_scales, v_codes, v_scales), (position + PAGE) // PAGE
+    _attend(team, (k_storage, v_storage, *pools, q, position, scale, out), _NO_BLOCKS, _NO_COUNTS, pages)
 
 
 def attention_selected(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, blocks, counts,
                        out, team=None):
     """`attention` over chosen pages only: token t reads pages blocks[t, :counts[t]] (ascending, its own page last)."""
-    _attention_selected(_awake(team), k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
-                        blocks, counts, out)
+    pools = k_codes, k_scales, v_codes, v_scales
+    _attend(team, (k_storage, v_storage, *pools, q, position, scale, out), blocks, counts, int(counts[0]))
+
+
+_NO_BLOCKS, _NO_COUNTS = np.empty((0, 1), np.int32), np.empty(0, np.int64)
+
+
+def _attend(team, arguments, blocks, counts, n_pages):
+    """One token is cut by segments, several are cut by tiles of tokens; both give the same sums."""
+    control, q, out, n_kv = _awake(team), arguments[6], arguments[9], arguments[2].shape[1]
+    if len(q) == 1:
+        n_jobs = -(-n_pages // SEGMENT) * n_kv
+        partial, peaks_sums = _put_segments(control, *arguments, blocks, n_pages, n_jobs)
+        _run(control, n_jobs)
+        _merge_segments(partial, peaks_sums, n_kv, out)
+        return
+    per_tile = 1 if len(blocks) else TOKENS
+    _put_tiles(control, *arguments, blocks, counts, per_tile)
+    _run(control, -(-len(q) // per_tile) * n_kv)
 
 
 @njit
 def _put_pools(control, operation, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
-    """The arguments that every attention job needs; the next free one is number 17."""
+    """The arguments that every attention job needs; the next free one is number 19."""
     _put(control, operation, (
         np.int64(k_storage), np.int64(v_storage), np.int64(k_codes.ctypes.data), np.int64(k_scales.ctypes.data),
         np.int64(v_codes.ctypes.data), np.int64(v_scales.ctypes.data), np.int64(q.ctypes.data), np.int64(position),
@@ -1239,6 +1265,34 @@ def _put_pools(control, operation, k_storage, v_storage, k_codes, k_scales, v_co
         np.int64(q.shape[1]), np.int64(q.shape[2]),
     ))
     control.view(np.float64)[ARGUMENTS + 18] = scale
+
+
+@njit
+def _put_tiles(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out, blocks,
+               counts, per_tile):
+    _put_pools(control, _TILES, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+    control[ARGUMENTS + 19] = per_tile
+    control[ARGUMENTS + 20] = blocks.shape[1]
+    control[ARGUMENTS + 21] = len(blocks)
+    control[ARGUMENTS + 22] = np.int64(blocks.ctypes.data)
+    control[ARGUMENTS + 23] = np.int64(counts.ctypes.data)
+
+
+@njit
+def _put_segments(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out, blocks,
+                  n_pages, n_jobs):
+    """Arguments of one token's segments, and room for what each leaves: weighted V, peaks and sums."""
+    group = q.shape[1] // k_codes.shape[1]
+    partial = np.empty((n_jobs, group * q.shape[2]), np.float32)
+    peaks_sums = np.empty((2, n_jobs, group), np.float32)
+    _put_pools(control, _SEGMENTS, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+    control[ARGUMENTS + 19] = n_pages
+    control[ARGUMENTS + 20] = n_pages if len(blocks) else 0
+    control[ARGUMENTS + 21] = n_jobs
+    control[ARGUMENTS + 22] = np.int64(blocks.ctypes.data)
+    control[ARGUMENTS + 23] = np.int64(partial.ctypes.data)
+    control[ARGUMENTS + 24] = np.int64(peaks_sums.ctypes.data)
+    return partial, peaks_sums
 
 
 @njit
@@ -1256,85 +1310,55 @@ def _pools(c):
 
 
 @njit
-def _attention(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
-    if q.shape[0] == 1:
-        _attend_one(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, np.empty(0, np.int32),
-                    (position + PAGE) // PAGE, q, 0, position, scale, out)
-        return
-    _put_pools(control, _TILES, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
-    _run(control, (q.shape[0] + TOKENS - 1) // TOKENS * k_codes.shape[1])
-
-
-@njit
 def _tile_job(control, job):
-    """A tile of tokens with the query heads of one K/V head."""
-    c = control[ARGUMENTS : ARGUMENTS + 18]
+    """A tile of tokens with the query heads of one K/V head; with a page list a tile is one token."""
+    c = control[ARGUMENTS : ARGUMENTS + 24]
     scale = np.float32(control.view(np.float64)[ARGUMENTS + 18])
     k_codes, k_scales, v_codes, v_scales, q, out = _pools(c)
-    n_kv = c[10]
-    token = job // n_kv * TOKENS
-    n_tokens, position = min(TOKENS, q.shape[0] - token), c[7] + token
-    _attend_tile(c[0], c[1], k_codes, k_scales, v_codes, v_scales, np.empty(0, np.int32),
-                 (position + n_tokens - 1 + PAGE) // PAGE, job % n_kv, q, token, n_tokens, position, scale, out)
+    n_kv, per_tile, n_lists = c[10], c[19], c[21]
+    token = job // n_kv * per_tile
+    n_tokens, position = min(per_tile, q.shape[0] - token), c[7] + token
+    pages, n_pages = carray(pointer_to(c[22]), (0,), np.int32), (position + n_tokens - 1 + PAGE) // PAGE
+    if n_lists:
+        n_pages = carray(pointer_to(c[23]), (n_lists,), np.int64)[token]
+        pages = carray(pointer_to(c[22] + 4 * token * c[20]), (n_pages,), np.int32)
+    _attend_tile(c[0], c[1], k_codes, k_scales, v_codes, v_scales, pages, n_pages, job % n_kv, q, token, n_tokens,
+                 position, scale, out)
 
 
 @njit
 def _segment_job(control, job):
     """Segment job // K of K/V head job mod K for one token."""
-    c = control[ARGUMENTS : ARGUMENTS + 26]
+    c = control[ARGUMENTS : ARGUMENTS + 25]
     scale = np.float32(control.view(np.float64)[ARGUMENTS + 18])
     k_codes, k_scales, v_codes, v_scales, q, _ = _pools(c)
-    n_kv, token, n_pages, n_listed, n_jobs = c[10], c[19], c[20], c[21], c[25]
+    n_kv, n_pages, n_listed, n_jobs = c[10], c[19], c[20], c[21]
     group, first = q.shape[1] // n_kv, job // n_kv * SEGMENT
     pages = carray(pointer_to(c[22]), (n_listed,), np.int32)
     partial = carray(pointer_to(c[23]), (n_jobs, group * q.shape[2]), np.float32)
     peaks_sums = carray(pointer_to(c[24]), (2, n_jobs, group), np.float32)
     scores, cell = np.empty(group * SEGMENT * PAGE, np.float32), np.empty(q.shape[2], np.float32)
     _attend_segment(c[0], c[1], k_codes, k_scales, v_codes, v_scales, pages, first, min(first + SEGMENT, n_pages),
-                    job % n_kv, q, token, 1, group, c[7], scale, scores, cell, partial[job], peaks_sums[0, job],
+                    job % n_kv, q, 0, 1, group, c[7], scale, scores, cell, partial[job], peaks_sums[0, job],
                     peaks_sums[1, job])
 
 
 @njit
-def _attend_one(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, n_pages, q, token, position,
-                scale, out):
-    """One token, its segments in any order, then merged in theirs: the sums of `_attend_tile`."""
-    n_heads, width, n_kv = q.shape[1], q.shape[2], k_codes.shape[1]
-    group, n_segments = n_heads // n_kv, (n_pages + SEGMENT - 1) // SEGMENT
-    n_jobs = n_segments * n_kv
-    partial, peaks_sums = np.empty((n_jobs, group * width), np.float32), np.empty((2, n_jobs, group), np.float32)
-    _put_pools(control, _SEGMENTS, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
-    control[ARGUMENTS + 19 : ARGUMENTS + 26] = np.array([
-        token, n_pages, len(pages), np.int64(pages.ctypes.data), np.int64(partial.ctypes.data),
-        np.int64(peaks_sums.ctypes.data), n_jobs,
-    ])
-    if n_pages * PAGE * n_heads * width < JOB_WORK:
-        for job in range(n_jobs):
-            _segment_job(control, job)
-    else:
-        _run(control, n_jobs)
+def _merge_segments(partial, peaks_sums, n_kv, out):
+    """Merge one token's segments in their order: the sums of `_attend_tile`."""
+    group, width = peaks_sums.shape[2], out.shape[2]
     top, total, result = np.zeros(group, np.float32), np.zeros(group, np.float32), np.empty(group * width, np.float32)
     for head in range(n_kv):
         total[:] = np.float32(0)
         result[:] = np.float32(0)
-        for segment in range(n_segments):
-            job = segment * n_kv + head
+        for job in range(head, len(partial), n_kv):
             for g in range(group):
                 peak, part = peaks_sums[0, job, g], peaks_sums[1, job, g]
                 if part > np.float32(0):
                     _merge(peak, part, partial[job], g, top, total, result, g * width, width)
         for g in range(group):
             for k in range(width):
-                out[token, head * group + g, k] = result[g * width + k] / total[g]
-
-
-@njit
-def _attention_selected(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, blocks,
-                        counts, out):
-    for t in range(q.shape[0]):
-        pages = blocks[t, : counts[t]]
-        _attend_one(control, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, pages, counts[t], q, t,
-                    position + t, scale, out)
+                out[0, head * group + g, k] = result[g * width + k] / total[g]
 
 
 # --- the block indexer --------------------------------------------------------------------------------------------
@@ -1399,17 +1423,18 @@ def select_blocks(queries, pooled, position, keep, blocks, counts, team=None):
     queries float32 [T, heads, D] (normed, rotated), pooled float32 [rows, D]; score = sum over heads of
     relu(query . pooled). blocks int32 [T, keep + 1], counts int64 [T].
     """
-    _select_blocks(_awake(team), queries, pooled, position, keep, blocks, counts)
+    control = _awake(team)
+    _put_select(control, queries, pooled, position, keep, blocks, counts)
+    _run(control, len(queries))
 
 
 @njit
-def _select_blocks(control, queries, pooled, position, keep, blocks, counts):
+def _put_select(control, queries, pooled, position, keep, blocks, counts):
     _put(control, _SELECT, (
         np.int64(queries.ctypes.data), np.int64(pooled.ctypes.data), np.int64(position), np.int64(keep),
         np.int64(blocks.ctypes.data), np.int64(counts.ctypes.data), np.int64(queries.shape[0]),
         np.int64(queries.shape[1]), np.int64(queries.shape[2]), np.int64(pooled.shape[0]),
     ))
-    _run(control, queries.shape[0])
 
 
 @njit
@@ -1498,22 +1523,19 @@ def delta_net(mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out, 
     mixed float32 [T, 2 Hk S + Hv S] (q, k, v after the convolution), alpha, beta [T, Hv], a = -e ** A_log and dt_bias
     [Hv], out [T, Hv, S]. Value head v reads key head v // (Hv / Hk) where `grouped`, else v mod Hk.
     """
-    _delta_net(_awake(team), mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out)
+    control = _awake(team)
+    _put_delta(control, mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out)
+    _run(control, len(state))
 
 
 @njit
-def _delta_net(control, mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out):
+def _put_delta(control, mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out):
     _put(control, _DELTA, (
         np.int64(mixed.ctypes.data), np.int64(alpha.ctypes.data), np.int64(beta.ctypes.data), np.int64(a.ctypes.data),
         np.int64(dt_bias.ctypes.data), np.int64(state.ctypes.data), np.int64(out.ctypes.data), np.int64(n_key_heads),
         np.int64(grouped), np.int64(mixed.shape[0]), np.int64(mixed.shape[1]), np.int64(state.shape[0]),
         np.int64(state.shape[1]),
     ))
-    if mixed.shape[0] * state.size < JOB_WORK:
-        for head in range(state.shape[0]):
-            _delta_job(control, head)
-    else:
-        _run(control, state.shape[0])
 
 
 @njit

@@ -20,6 +20,7 @@ GEOMETRY_SLOTS = (
     "hc_lr", "n_expert", "n_ff",
 )  # fmt: skip
 PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
+DRAFT_WINDOW = 32768  # cells that the draft layer looks back over where not all are kept at hand
 
 
 class CellFormat(NamedTuple):
@@ -109,16 +110,13 @@ class LayerPool:
     A conversation's first cells are a prefix of each array, so a part of a session file is a plain range of bytes.
     """
 
-    def __init__(self, shape: CacheShape, cell_format: CellFormat, index_dim: int, ops):
-        pages, heads, width = shape.n_cells // PAGE, shape.n_head_kv, shape.head_dim
+    def __init__(self, shape: CacheShape, cell_format: CellFormat, index_dim: int, ops, residency=None):
+        """`residency`, the backend's, tells which pages lie on a device; None: all where the backend computes."""
+        pages, width = shape.n_cells // PAGE, shape.head_dim
         self.format, self.head_dim, self.index_dim, self.ops = cell_format, width, index_dim, ops
-
-        def pool(size_bytes):
-            return ops.zeros((pages, heads, PAGE, size_bytes), np.uint8)
-
-        self.k, self.v = pool(head_bytes(cell_format.k_storage, width)), pool(head_bytes(cell_format.v_storage, width))
-        self.k_scale = pool(scale_bytes(cell_format.k_storage, width))
-        self.v_scale = pool(scale_bytes(cell_format.v_storage, width))
+        storages = (cell_format.k_storage, cell_format.v_storage)
+        sizes = [size(storage, width) for size in (head_bytes, scale_bytes) for storage in storages]
+        self.k, self.v, self.k_scale, self.v_scale = ops.cells(pages, shape.n_head_kv, sizes, residency)
         # One row a page and the spare row of the open block behind the last one.
         self.pooled = ops.zeros((pages + 1 if index_dim else 0, index_dim))
 
@@ -235,11 +233,15 @@ class RunningState:
 class Cache:
     """One timeline: pools, running state and the tokens they hold."""
 
-    def __init__(self, shape: CacheShape, ops=kernels_cpu):
-        """`ops` is the backend whose arrays hold it all."""
+    def __init__(self, shape: CacheShape, ops=kernels_cpu, n_resident: int = 0):
+        """`ops` is the backend whose arrays hold it all; of each layer it keeps n_resident cells at hand, 0: all."""
         self.shape, self._ops = shape, ops
-        self.pools = [LayerPool(shape, shape.cell_format, shape.index_dim, ops) for _ in range(shape.n_attention)]
-        self.draft_pool = LayerPool(shape, shape.draft_format, 0, ops) if shape.has_draft else None
+        trunk = ops.Residency(n_resident // PAGE) if n_resident else None
+        draft = ops.Residency(DRAFT_WINDOW // PAGE, ring=True) if n_resident else None
+        self.pools = [
+            LayerPool(shape, shape.cell_format, shape.index_dim, ops, trunk) for _ in range(shape.n_attention)
+        ]
+        self.draft_pool = LayerPool(shape, shape.draft_format, 0, ops, draft) if shape.has_draft else None
         self.state = RunningState(shape, ops)
         self._ids = np.empty(shape.n_cells, np.int32)
         self._n_tokens = 0
@@ -256,15 +258,18 @@ class Cache:
         return view
 
     @property
+    def _all_pools(self) -> list[LayerPool]:
+        """Every layer's pool, the draft layer last, in the order of a session file."""
+        return self.pools + ([self.draft_pool] if self.draft_pool else [])
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of pools and running state."""
-        pools = self.pools + ([self.draft_pool] if self.draft_pool else [])
-        return sum(pool.size_bytes for pool in pools) + sum(array.nbytes for array in self.state.arrays)
+        return sum(pool.size_bytes for pool in self._all_pools) + sum(array.nbytes for array in self.state.arrays)
 
     def windows(self, n_tokens: int) -> list[PoolWindow]:
         """Every layer's cells of the first `n_tokens` tokens, the draft layer last, in the order of a session file."""
-        pools = self.pools + ([self.draft_pool] if self.draft_pool else [])
-        return [pool.window(n_tokens) for pool in pools]
+        return [pool.window(n_tokens) for pool in self._all_pools]
 
     def commit(self, ids: np.ndarray) -> None:
         """Count `ids` as held; the forward pass has just written their cells and folded them into the state."""
@@ -283,6 +288,8 @@ class Cache:
         self.state.fill(snapshot[1:])
         self._n_tokens = snapshot.n_tokens
         self._ids[: self._n_tokens] = snapshot.ids
+        for pool in self._all_pools:
+            self._ops.settle(pool.k, self._n_tokens)
         self._place_spare_keys()
 
     def zero(self) -> None:

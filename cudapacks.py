@@ -1,0 +1,368 @@
+"""Weights on the device: packs, their rows, and products with them, in Numba CUDA.
+
+It owns the decoding of weight types and the matrix products; it knows no layer. Invariant: a pack has the bytes that
+kernels_cpu.py gives it, so the rows that are read from it are exact, and the bits of a product do not depend on how
+many tokens stand beside it. Sixteen rows lie side by side: half a warp reads 64 bytes at once.
+Read next: kernels_cuda.py.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda
+
+import cudapools
+import kernels_cpu
+from cudablock import MAX_THREADS, bits_as_float
+from cudapools import launch
+from kernels_cpu import BLOCK, BLOCK_BYTES, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
+
+TILE = 8  # tokens that share one decoding of a weight
+# Room for one sum a thread and token; the shape of a shared array has to be a name or a number.
+PARTIALS = MAX_THREADS + ROWS
+TILE_PARTIALS = TILE * PARTIALS
+_BYTES = tuple(BLOCK_BYTES[kind] for kind in range(len(BLOCK_BYTES)))
+
+
+# --- packs --------------------------------------------------------------------------------------------------------
+
+
+class Pack(NamedTuple):
+    """Weights of one or more matrices of a shape: one piece of device memory seen as four element types."""
+
+    kind: int
+    bytes: object
+    words: object
+    halves: object
+    floats: object
+    group_bytes: int
+    n_rows: int
+    n_cols: int
+    n_matrices: int
+
+
+def pack(kind, raw, n_cols, *, round_x=False):
+    """`kernels_cpu.pack`, on the device; raises ValueError where the width cannot be cut into the kind's blocks.
+
+    Activations stay float32 here, whatever `round_x` asks for.
+    """
+    return to_device(kernels_cpu.pack(kind, raw, n_cols))
+
+
+def to_device(packed):
+    """A pack of kernels_cpu.py on the device."""
+    data = cuda.to_device(packed.data)
+    views = (data.view(dtype) for dtype in (np.int32, np.float16, np.float32))
+    return Pack(packed.kind, data, *views, packed.group_bytes, packed.n_rows, packed.n_cols, packed.n_matrices)
+
+
+@cuda.jit(device=True)
+def _block_start(kind, at, block):
+    """Byte of the file's block that holds column block `block` (32 columns) of the row group at byte `at`."""
+    if kind >= Q4_K:
+        return at + (block >> 3) * _BYTES[kind]
+    return at + block * _BYTES[kind]
+
+
+@cuda.jit(device=True)
+def _scale(kind, data, halves, at, block, half, row):
+    """(scale, offset) of 16 columns of a row: a weight is code * scale + offset. Not for kinds of floats."""
+    d = np.float32(halves[at // 2 + row])
+    sub = block & 7
+    if kind == Q8_0:
+        return d, np.float32(0)
+    if kind == Q4_0:
+        return d, d * np.float32(-8)
+    if kind == Q4_1:
+        return d, np.float32(halves[at // 2 + 16 + row])
+    if kind == Q6_K:
+        code = np.int32(data[at + 32 + sub * 32 + half * ROWS + row])
+        if code > 127:
+            code = np.int32(code - 256)
+        scale = d * np.float32(code)
+        return scale, scale * np.float32(-32)
+    scale = d * np.float32(data[at + 64 + sub * ROWS + row])
+    lowest = np.float32(halves[at // 2 + 16 + row]) * np.float32(data[at + 192 + sub * ROWS + row])
+    return scale, -lowest
+
+
+@cuda.jit(device=True)
+def _codes(kind, words, at, block, quad, row):
+    """Four columns of a row, a byte each (of Q8_0 signed, of the others at most 63)."""
+    sub = block & 7
+    if kind == Q8_0:
+        return words[(at + 32 + quad * 64) // 4 + row]
+    if kind == Q4_0:
+        at += 32
+    elif kind == Q4_1:
+        at += 64
+    elif kind == Q4_K:
+        at += 320 + sub * 256
+    elif kind == Q5_K:
+        at += 320 + sub * 320
+    else:
+        at += 288 + sub * 384
+    low = np.int32((words[(at + (quad & 3) * 64) // 4 + row] >> np.int32(4 * (quad >> 2))) & np.int32(0x0F0F0F0F))
+    if kind == Q5_K:
+        high = np.int32((words[(at + 256) // 4 + row] >> np.int32(quad)) & np.int32(0x01010101))
+        return np.int32(low | np.int32(high << np.int32(4)))
+    if kind == Q6_K:
+        plane = words[(at + 256 + (quad >> 2) * 64) // 4 + row]
+        high = np.int32((plane >> np.int32(2 * (quad & 3))) & np.int32(0x03030303))
+        return np.int32(low | np.int32(high << np.int32(4)))
+    return low
+
+
+@cuda.jit(device=True)
+def _float_weight(kind, words, halves, floats, at, column, row):
+    """One weight of a kind of floats; `at` is its block, `column` in it."""
+    index = column * ROWS + row
+    if kind == F32:
+        return floats[at // 4 + index]
+    if kind == F16:
+        return np.float32(halves[at // 2 + index])
+    word = words[at // 4 + index // 2]
+    if index % 2:
+        return bits_as_float(np.int32(word & np.int32(-65536)))
+    return bits_as_float(np.int32(word << np.int32(16)))
+
+
+@cuda.jit(device=True)
+def _quad(kind, words, halves, floats, at, block, quad, row, scale, offset):
+    """The weights of four columns of a row."""
+    if kind < Q8_0:
+        k = 4 * quad
+        return (
+            _float_weight(kind, words, halves, floats, at, k, row),
+            _float_weight(kind, words, halves, floats, at, k + 1, row),
+            _float_weight(kind, words, halves, floats, at, k + 2, row),
+            _float_weight(kind, words, halves, floats, at, k + 3, row),
+        )
+    codes = _codes(kind, words, at, block, quad, row)
+    c0 = np.float32(np.int32(np.int32(codes << np.int32(24)) >> np.int32(24)))
+    c1 = np.float32(np.int32(np.int32(codes << np.int32(16)) >> np.int32(24)))
+    c2 = np.float32(np.int32(np.int32(codes << np.int32(8)) >> np.int32(24)))
+    c3 = np.float32(np.int32(codes >> np.int32(24)))
+    return (
+        cuda.fma(c0, scale, offset), cuda.fma(c1, scale, offset), cuda.fma(c2, scale, offset),
+        cuda.fma(c3, scale, offset),
+    )  # fmt: skip
+
+
+@cuda.jit
+def _gather_kernel(kind, data, words, halves, floats, group_bytes, n_cols, ids, out):
+    """out float32 [n, n_cols] = rows ids[n]; an item is four columns. Exact, like its twin."""
+    quads = n_cols // 4
+    for item in range(cuda.grid(1), ids.shape[0] * quads, cuda.gridsize(1)):
+        i, k = item // quads, item % quads
+        token = ids[i]
+        block, quad, row = k // 8, k % 8, token % ROWS
+        at = _block_start(kind, (token // ROWS) * group_bytes, block)
+        scale, offset = np.float32(0), np.float32(0)
+        if kind >= Q8_0:
+            scale, offset = _scale(kind, data, halves, at, block, quad >> 2, row)
+        w0, w1, w2, w3 = _quad(kind, words, halves, floats, at, block, quad, row, scale, offset)
+        out[i, 4 * k] = w0
+        out[i, 4 * k + 1] = w1
+        out[i, 4 * k + 2] = w2
+        out[i, 4 * k + 3] = w3
+
+
+def gather_rows(weights, ids, out):
+    """out[i] = row ids[i] of the weights as float32 [n_cols]; ids on the device."""
+    w = weights
+    launch(_gather_kernel, ids.shape[0] * (w.n_cols // 4), w.kind, w.bytes, w.words, w.halves, w.floats, w.group_bytes,
+            w.n_cols, ids, out)
+
+
+# --- matrix products ----------------------------------------------------------------------------------------------
+
+
+@cuda.jit(device=True)
+def _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, first, step):
+    """Row `row` of the group at byte `at` times one token, over the column blocks first, first + step, ..."""
+    total = np.float32(0)
+    for block in range(first, (n_cols + BLOCK - 1) // BLOCK, step):
+        start = _block_start(kind, at, block)
+        scale, offset = np.float32(0), np.float32(0)
+        for quad in range(min(BLOCK, n_cols - block * BLOCK) // 4):
+            if kind >= Q8_0 and quad % 4 == 0:
+                scale, offset = _scale(kind, data, halves, start, block, quad >> 2, row)
+            w0, w1, w2, w3 = _quad(kind, words, halves, floats, start, block, quad, row, scale, offset)
+            k = block * BLOCK + 4 * quad
+            total = cuda.fma(w0, x[token, k], total)
+            total = cuda.fma(w1, x[token, k + 1], total)
+            total = cuda.fma(w2, x[token, k + 2], total)
+            total = cuda.fma(w3, x[token, k + 3], total)
+    return total
+
+
+@cuda.jit(device=True)
+def _fma4(w0, w1, w2, w3, x, token, k, total):
+    total = cuda.fma(w0, x[token, k], total)
+    total = cuda.fma(w1, x[token, k + 1], total)
+    total = cuda.fma(w2, x[token, k + 2], total)
+    return cuda.fma(w3, x[token, k + 3], total)
+
+
+@cuda.jit(device=True)
+def _dot_8(kind, data, words, halves, floats, at, n_cols, x, token, last, row, first, step):
+    """`_dot_1` for the tokens token..token + 7 (those behind `last` repeat it), each summed in the same order."""
+    t1, t2, t3, t4 = min(token + 1, last), min(token + 2, last), min(token + 3, last), min(token + 4, last)
+    t5, t6, t7 = min(token + 5, last), min(token + 6, last), min(token + 7, last)
+    a0, a1, a2, a3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    a4, a5, a6, a7 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    for block in range(first, (n_cols + BLOCK - 1) // BLOCK, step):
+        start = _block_start(kind, at, block)
+        scale, offset = np.float32(0), np.float32(0)
+        for quad in range(min(BLOCK, n_cols - block * BLOCK) // 4):
+            if kind >= Q8_0 and quad % 4 == 0:
+                scale, offset = _scale(kind, data, halves, start, block, quad >> 2, row)
+            w0, w1, w2, w3 = _quad(kind, words, halves, floats, start, block, quad, row, scale, offset)
+            k = block * BLOCK + 4 * quad
+            a0 = _fma4(w0, w1, w2, w3, x, token, k, a0)
+            a1 = _fma4(w0, w1, w2, w3, x, t1, k, a1)
+            a2 = _fma4(w0, w1, w2, w3, x, t2, k, a2)
+            a3 = _fma4(w0, w1, w2, w3, x, t3, k, a3)
+            a4 = _fma4(w0, w1, w2, w3, x, t4, k, a4)
+            a5 = _fma4(w0, w1, w2, w3, x, t5, k, a5)
+            a6 = _fma4(w0, w1, w2, w3, x, t6, k, a6)
+            a7 = _fma4(w0, w1, w2, w3, x, t7, k, a7)
+    return a0, a1, a2, a3, a4, a5, a6, a7
+
+
+@cuda.jit(device=True)
+def _write_sums(partial, lanes, slices, tile, group, n_rows, first, n, out):
+    """Sum the slices of a row group in order and write out[first + t, row] for t < n; partial [tile][slice][16]."""
+    for item in range(cuda.threadIdx.x, n * ROWS, cuda.blockDim.x):
+        t, row = item // ROWS, item % ROWS
+        if group * ROWS + row < n_rows:
+            total = np.float32(0)
+            for part in range(slices):
+                total += partial[(t * slices + part) * ROWS + row]
+            out[first + t, group * ROWS + row] = total
+
+
+@cuda.jit
+def _matmul_1_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, out):
+    """out [T, n_rows] = x [T, n_cols] times the rows; a block is sixteen rows and one token, blockIdx (group, token).
+
+    Half a warp reads sixteen rows' quads, 64 bytes; the slices of a block take column blocks in turn. Shared: 16 floats
+    a slice. Twin: matmul; the order of a sum differs from it.
+    """
+    partial = cuda.shared.array(PARTIALS, np.float32)
+    lanes = min(ROWS, cuda.blockDim.x)
+    slices = cuda.blockDim.x // lanes
+    part, group, token = cuda.threadIdx.x // lanes, cuda.blockIdx.x, cuda.blockIdx.y
+    for row in range(cuda.threadIdx.x % lanes, min(ROWS, n_rows - group * ROWS), lanes):
+        partial[part * ROWS + row] = _dot_1(kind, data, words, halves, floats, group * group_bytes, n_cols, x, token,
+                                            row, part, slices)
+    cuda.syncthreads()
+    _write_sums(partial, lanes, slices, 1, group, n_rows, token, 1, out)
+
+
+@cuda.jit
+def _matmul_8_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, out):
+    """`_matmul_1_kernel` for eight tokens a block, each with the same bits; blockIdx (group, tile of tokens)."""
+    partial = cuda.shared.array(TILE_PARTIALS, np.float32)
+    lanes = min(ROWS, cuda.blockDim.x)
+    slices = cuda.blockDim.x // lanes
+    part, group, token = cuda.threadIdx.x // lanes, cuda.blockIdx.x, cuda.blockIdx.y * TILE
+    for row in range(cuda.threadIdx.x % lanes, min(ROWS, n_rows - group * ROWS), lanes):
+        a0, a1, a2, a3, a4, a5, a6, a7 = _dot_8(
+            kind, data, words, halves, floats, group * group_bytes, n_cols, x, token, x.shape[0] - 1, row, part, slices)
+        at, step = part * ROWS + row, slices * ROWS
+        partial[at] = a0
+        partial[at + step] = a1
+        partial[at + 2 * step] = a2
+        partial[at + 3 * step] = a3
+        partial[at + 4 * step] = a4
+        partial[at + 5 * step] = a5
+        partial[at + 6 * step] = a6
+        partial[at + 7 * step] = a7
+    cuda.syncthreads()
+    _write_sums(partial, lanes, slices, TILE, group, n_rows, token, min(TILE, x.shape[0] - token), out)
+
+
+def matmul(weights, x, out):
+    """out = x times the transposed weights; x float32 [T, n_cols], out float32 [T, n_rows], both C-contiguous."""
+    w, n_tokens = weights, x.shape[0]
+    groups = -(-w.n_rows // ROWS)
+    args = (w.kind, w.bytes, w.words, w.halves, w.floats, w.group_bytes, w.n_rows, w.n_cols, x, out)
+    if n_tokens < TILE // 2:
+        _matmul_1_kernel[(groups, n_tokens), cudapools.THREADS](*args)
+    else:
+        _matmul_8_kernel[(groups, -(-n_tokens // TILE)), cudapools.THREADS](*args)
+
+
+@cuda.jit
+def _expert_tiles_kernel(offsets, tile, tiles):
+    """tiles int32 [n, 2]: expert and first row of each run of at most `tile` rows, then expert -1. One thread."""
+    if cuda.grid(1) == 0:
+        n = 0
+        for expert in range(offsets.shape[0] - 1):
+            for row in range(offsets[expert], offsets[expert + 1], tile):
+                tiles[n, 0] = expert
+                tiles[n, 1] = row
+                n += 1
+        while n < tiles.shape[0]:
+            tiles[n, 0] = -1
+            n += 1
+
+
+@cuda.jit
+def _expert_1_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, offsets, tiles, out):
+    """Each run of one row times its expert; blockIdx (group, run). Shared and order as in `_matmul_1_kernel`."""
+    partial = cuda.shared.array(PARTIALS, np.float32)
+    lanes = min(ROWS, cuda.blockDim.x)
+    slices = cuda.blockDim.x // lanes
+    part, group = cuda.threadIdx.x // lanes, cuda.blockIdx.x
+    expert, token = tiles[cuda.blockIdx.y, 0], tiles[cuda.blockIdx.y, 1]
+    if expert >= 0:
+        at = (expert * ((n_rows + ROWS - 1) // ROWS) + group) * group_bytes
+        for row in range(cuda.threadIdx.x % lanes, min(ROWS, n_rows - group * ROWS), lanes):
+            partial[part * ROWS + row] = _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, part,
+                                                slices)
+    cuda.syncthreads()
+    if expert >= 0:
+        _write_sums(partial, lanes, slices, 1, group, n_rows, token, 1, out)
+
+
+@cuda.jit
+def _expert_8_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, offsets, tiles, out):
+    """`_expert_1_kernel` for runs of up to eight rows, each with the same bits."""
+    partial = cuda.shared.array(TILE_PARTIALS, np.float32)
+    lanes = min(ROWS, cuda.blockDim.x)
+    slices = cuda.blockDim.x // lanes
+    part, group = cuda.threadIdx.x // lanes, cuda.blockIdx.x
+    expert, token = tiles[cuda.blockIdx.y, 0], tiles[cuda.blockIdx.y, 1]
+    if expert >= 0:
+        start = (expert * ((n_rows + ROWS - 1) // ROWS) + group) * group_bytes
+        for row in range(cuda.threadIdx.x % lanes, min(ROWS, n_rows - group * ROWS), lanes):
+            a0, a1, a2, a3, a4, a5, a6, a7 = _dot_8(kind, data, words, halves, floats, start, n_cols, x, token,
+                                                    offsets[expert + 1] - 1, row, part, slices)
+            at, step = part * ROWS + row, slices * ROWS
+            partial[at] = a0
+            partial[at + step] = a1
+            partial[at + 2 * step] = a2
+            partial[at + 3 * step] = a3
+            partial[at + 4 * step] = a4
+            partial[at + 5 * step] = a5
+            partial[at + 6 * step] = a6
+            partial[at + 7 * step] = a7
+    cuda.syncthreads()
+    if expert >= 0:
+        _write_sums(partial, lanes, slices, TILE, group, n_rows, token, min(TILE, offsets[expert + 1] - token), out)
+
+
+def expert_matmul(weights, x, offsets, out):
+    """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
+    w, n = weights, x.shape[0]
+    tile = 1 if n < 4 * w.n_matrices else TILE
+    n_tiles = n if tile == 1 else n // TILE + w.n_matrices
+    tiles = cuda.device_array((n_tiles, 2), np.int32)
+    _expert_tiles_kernel[1, 1](offsets, tile, tiles)
+    kernel = _expert_1_kernel if tile == 1 else _expert_8_kernel
+    kernel[(-(-w.n_rows // ROWS), n_tiles), cudapools.THREADS](
+        w.kind, w.bytes, w.words, w.halves, w.floats, w.group_bytes, w.n_rows, w.n_cols, x, offsets, tiles, out
+    )
