@@ -822,8 +822,8 @@ def expert_matmul(weights, x, offsets, out, team=None):
         n_jobs = len(x)
         x, scales, sums = _put_round(control, x)
         _run(control, n_jobs)
-    # `active` is read by the jobs, so it has to live as long as they run.
-    n_jobs, active = _put_product(
+    # The list of active experts is read by the jobs, so it has to live as long as they run.
+    n_jobs, _active = _put_product(
         control, w.kind, w.data, w.group_bytes, w.n_rows, w.n_cols, x, scales, sums, offsets, out
     )
     _run(control, n_jobs)
@@ -1399,18 +1399,37 @@ def pool_keys(raw, first_cell, tail, dead, weight, eps, inverse_frequency, poole
 
 
 @njit
+def _nth_largest(scores, n, rank):
+    """The score of rank `rank` (1 the largest) among scores[:n], none negative, byte by byte of its bit pattern."""
+    bits, prefix, known = scores.view(np.uint32), np.uint32(0), np.uint32(0)
+    counts = np.empty(256, np.int64)
+    for shift in (24, 16, 8, 0):
+        counts[:] = 0
+        for i in range(n):
+            if bits[i] & known == prefix:
+                counts[bits[i] >> np.uint32(shift) & np.uint32(255)] += 1
+        byte = 255
+        while counts[byte] < rank:
+            rank -= counts[byte]
+            byte -= 1
+        prefix |= np.uint32(byte) << np.uint32(shift)
+        known |= np.uint32(255) << np.uint32(shift)
+    return prefix
+
+
+@njit
 def _select(scores, n, keep, out):
     """The `keep` largest of scores[:n] as ascending indices, equal scores by the lowest index."""
-    limit = np.partition(scores[:n], n - keep)[n - keep]
+    bits, limit = scores.view(np.uint32), _nth_largest(scores, n, keep)
     above = 0
     for b in range(n):
-        above += scores[b] > limit
+        above += bits[b] > limit
     ties, m = keep - above, 0
     for b in range(n):
-        if scores[b] > limit:
+        if bits[b] > limit:
             out[m] = b
             m += 1
-        elif scores[b] == limit and ties > 0:
+        elif bits[b] == limit and ties > 0:
             out[m] = b
             m += 1
             ties -= 1
