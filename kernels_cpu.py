@@ -817,14 +817,14 @@ def matmul(weights, x, out, team=None):
 
 def expert_matmul(weights, x, offsets, out, team=None):
     """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
-    w, control, scales, sums = weights, _awake(team), _NO_SCALES, _NO_SUMS
+    w, control = weights, _awake(team)
+    # Jobs read arrays by address: x, its rounded form and the list of active experts must be held by name until the end.
+    rows, scales, sums = x, _NO_SCALES, _NO_SUMS
     if w.rounds_x:
-        n_jobs = len(x)
-        x, scales, sums = _put_round(control, x)
-        _run(control, n_jobs)
-    # The list of active experts is read by the jobs, so it has to live as long as they run.
+        rows, scales, sums = _put_round(control, x)
+        _run(control, len(x))
     n_jobs, _active = _put_product(
-        control, w.kind, w.data, w.group_bytes, w.n_rows, w.n_cols, x, scales, sums, offsets, out
+        control, w.kind, w.data, w.group_bytes, w.n_rows, w.n_cols, rows, scales, sums, offsets, out
     )
     _run(control, n_jobs)
 
