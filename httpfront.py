@@ -44,7 +44,7 @@ from childproc import (
     SessionRefused,
     Token,
 )
-from httpguard import Access, Guard, Json, error_response, json_bytes, read_object
+from httpguard import Access, Guard, Json, OptionRefused, error_response, json_bytes, read_object
 from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename
 from tokenizer import Tokenizer, TokenizerError
 
@@ -67,10 +67,6 @@ SLOT_ACTIONS = ("save", "restore", "erase")
 
 class FrontError(Exception):
     """The front cannot start or had to give up; one line for the terminal."""
-
-
-class OptionRefused(FrontError):
-    """An option that cannot be used; named in the text."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +94,7 @@ class FrontOptions:
         return cls(
             port=port,
             model=model,
-            access=Access(
-                host,
-                _key(flags["api_key"]),
-                tuple(map(_origin, _parts("--trusted-origin", flags["trusted_origin"]))),
-                tuple(_parts("--allowed-host", flags["allowed_host"])),
-            ),
+            access=Access.from_flags(host, flags["api_key"], flags["trusted_origin"], flags["allowed_host"]),
             slot_save_path=slot_save_path,
             restore_at_start=flags["session_restore_at_start"],
             save_at_exit=flags["session_save_at_exit"],
@@ -133,25 +124,6 @@ def _address(http: str, host: str | None) -> tuple[str, int]:
     if given and host:
         raise OptionRefused(f"--http names the host {given!r} and --host {host!r}; give one of them")
     return (given or host or "127.0.0.1").removeprefix("[").removesuffix("]"), int(port)
-
-
-def _key(key: str | None) -> str | None:
-    if key is not None and not re.fullmatch(r"[!-~]+", key):
-        raise OptionRefused("--api-key: only printable ASCII without blanks can be sent in a header")
-    return key
-
-
-def _parts(flag: str, text: str | None) -> list[str]:
-    parts = [part.strip() for part in (text or "").split(",")] if text else []
-    if not all(parts):
-        raise OptionRefused(f"{flag}: {text!r} has an empty part")
-    return parts
-
-
-def _origin(text: str) -> str:
-    if not re.fullmatch(r"https?://[^/\s?#@]+", text):
-        raise OptionRefused(f"--trusted-origin: {text!r} is not like https://example.org: no path, no slash at the end")
-    return text.lower()
 
 
 # --- Starting and ending ---

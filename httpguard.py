@@ -9,6 +9,7 @@ Read next: ``httpfront.py``, the routes behind this.
 import hmac
 import ipaddress
 import json
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -23,6 +24,10 @@ PATHS_WITHOUT_BODY = ("/load", "/unload")
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
+class OptionRefused(Exception):
+    """An option that cannot be used; named in the text."""
+
+
 @dataclass(frozen=True)
 class Access:
     """Who may ask: ``host`` is the address listened on; an ``api_key`` of None means everyone on this machine."""
@@ -31,6 +36,31 @@ class Access:
     api_key: str | None = None
     trusted_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+
+    @classmethod
+    def from_flags(cls, host: str, key: str | None, origins: str | None, hosts: str | None) -> "Access":
+        """What the options say, lists with commas between; raises OptionRefused."""
+        trusted = tuple(map(_origin, _parts("--trusted-origin", origins)))
+        return cls(host, _key(key), trusted, tuple(_parts("--allowed-host", hosts)))
+
+
+def _key(key: str | None) -> str | None:
+    if key is not None and not re.fullmatch(r"[!-~]+", key):
+        raise OptionRefused("--api-key: only printable ASCII without blanks can be sent in a header")
+    return key
+
+
+def _parts(flag: str, text: str | None) -> list[str]:
+    parts = [part.strip() for part in (text or "").split(",")] if text else []
+    if not all(parts):
+        raise OptionRefused(f"{flag}: {text!r} has an empty part")
+    return parts
+
+
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s?#@]+", text):
+        raise OptionRefused(f"--trusted-origin: {text!r} is not like https://example.org: no path, no slash at the end")
+    return text.lower()
 
 
 class Guard:
