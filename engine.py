@@ -35,6 +35,7 @@ CHUNK = 512  # prompt tokens read between two looks at STOP
 MARGIN = 8  # cells kept free behind a request: the longest window of speculative decoding
 DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
 LAST_STAMP = 2**64 - 1  # a file has room for no greater one, and may have come with it
+SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
 MIB = 1 << 20
 LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
@@ -167,6 +168,10 @@ class Engine:
 
     def info(self) -> dict[str, str]:
         """What the serve loop prints before READY, in its order."""
+        try:
+            identity = self.identity()
+        except SessionError as error:
+            raise ModelError(str(error)) from error
         return {
             "context": str(self.max_context),
             "kv": self.options.kv,
@@ -176,6 +181,8 @@ class Engine:
             "n_vocab": str(self.n_vocab),
             "spec": str(self.spec),
             "conversation_cache_mib": str(self.options.conversation_cache_mib),
+            "model_fp": f"{identity.model:016x}",
+            "config_fp": f"{identity.config:016x}",
             "engine": VERSION,
         }
 
@@ -303,6 +310,20 @@ class Session:
     def n_tokens(self) -> int:
         """Tokens of the complete conversation held, 0 if none is."""
         return self.cache.n_tokens if self._complete else 0
+
+    def warm_up(self) -> None:
+        """Run everything that a request runs once, so that no request waits for kernels to be compiled."""
+        model, cache, ids = self.engine.model, self.cache, np.zeros(2, np.int32)
+        started = time.perf_counter()
+        window = model.append(cache, ids)
+        model.commit(cache, model.speculate(cache, ids[:1]), 1)
+        model.ops.to_host(model.logits(window.residual))
+        if self.engine.spec > 1:
+            model.draft_logits(model.draft(cache, window.residual, ids, 0))
+        cache.zero()
+        seconds = time.perf_counter() - started
+        if seconds > SLOW_START_S:
+            self.engine.log(f"kernels were compiled in {seconds:.0f} s; the next start finds them in the cache")
 
     def close(self) -> None:
         """Nothing outlives a session but its files."""

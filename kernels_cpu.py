@@ -818,7 +818,7 @@ def matmul(weights, x, out, team=None):
 def expert_matmul(weights, x, offsets, out, team=None):
     """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
     w, control = weights, _awake(team)
-    # Jobs read arrays by address: x, its rounded form and the list of active experts must be held by name until the end.
+    # Jobs read arrays by address: x, its rounded form and the list of active experts are held by name until the end.
     rows, scales, sums = x, _NO_SCALES, _NO_SUMS
     if w.rounds_x:
         rows, scales, sums = _put_round(control, x)

@@ -48,8 +48,8 @@ MAX_ALLOWANCE_S = 3600
 MIN_ALLOWANCE_S = 60
 
 GEN_FORM = "GEN <max_new>[ key=value]... <ids>"
-EXPECTED = f"expected: {GEN_FORM} | SAVE <path> | RESTORE <path> | STOP | STATS | QUIT"
-TERMINAL_NOTE = "stdin is a terminal: verbs are read here, one a line (GEN, SAVE, RESTORE, STOP, STATS, QUIT)"
+EXPECTED = f"expected: {GEN_FORM} | SAVE <path> | RESTORE <path> | ERASE | STOP | STATS | QUIT"
+TERMINAL_NOTE = "stdin is a terminal: verbs are read here, one a line (GEN, SAVE, RESTORE, ERASE, STOP, STATS, QUIT); --http PORT serves HTTP"
 
 
 def serve(
@@ -68,6 +68,7 @@ def serve(
     with contextlib.redirect_stdout(sys.stderr):  # a stray print must not come between the answers
         engine = Engine.load(options, log)
         session = Session(engine)
+        session.warm_up()
         try:
             for key, value in engine.info().items():
                 answers.line(f"INFO {key}={value}")
@@ -156,6 +157,8 @@ class Loop:
                 return self._generate(command, parse_gen(rest))
             case b"SAVE" | b"RESTORE":
                 return self._transfer(verb.decode(), self._path(verb.decode(), rest, whole=command.ended))
+            case b"ERASE" if not space:
+                return f"ERASED {self._session.erase()}"
             case b"STATS" if not space:
                 return f"STATS {json.dumps(self._session.stats())}"
             case b"QUIT" if not space:

@@ -81,6 +81,9 @@ class ScriptedSession:
         self.calls.append(("STATS",))
         return self._stats()
 
+    def warm_up(self) -> None:
+        pass
+
     def close(self):
         self.closed = True
 
