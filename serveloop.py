@@ -49,7 +49,10 @@ MIN_ALLOWANCE_S = 60
 
 GEN_FORM = "GEN <max_new>[ key=value]... <ids>"
 EXPECTED = f"expected: {GEN_FORM} | SAVE <path> | RESTORE <path> | ERASE | STOP | STATS | QUIT"
-TERMINAL_NOTE = "stdin is a terminal: verbs are read here, one a line (GEN, SAVE, RESTORE, ERASE, STOP, STATS, QUIT); --http PORT serves HTTP"
+TERMINAL_NOTE = (
+    "stdin is a terminal: verbs are read here, one a line (GEN, SAVE, RESTORE, ERASE, STOP, STATS, QUIT);"
+    " --http PORT starts the HTTP front"
+)
 
 
 def serve(

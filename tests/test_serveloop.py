@@ -81,8 +81,12 @@ class ScriptedSession:
         self.calls.append(("STATS",))
         return self._stats()
 
+    def erase(self):
+        self.calls.append(("ERASE",))
+        return 17
+
     def warm_up(self) -> None:
-        pass
+        self.calls.append(("warm up",))
 
     def close(self):
         self.closed = True
@@ -817,3 +821,11 @@ def test_numbers_have_a_dot_in_a_locale_with_a_comma():
         assert lines[-1] == "SAVED 42 20000000 1234.6"
     finally:
         locale.setlocale(locale.LC_NUMERIC, before)
+
+
+def test_erase_tells_how_many_tokens_were_forgotten():
+    session = ScriptedSession()
+    code, (erased, refused), _ = talk(b"ERASE\nERASE now\nQUIT\n", session)
+    assert (code, erased) == (0, "ERASED 17")
+    assert refused.startswith("ERR expected: GEN")
+    assert session.calls == [("ERASE",)]
