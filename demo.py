@@ -44,6 +44,8 @@ class Turn(NamedTuple):
     reused: int
     n_read: int
     first_token_s: float
+    drafts_accepted: int
+    drafts_offered: int
 
 
 class Transfer(NamedTuple):
@@ -186,7 +188,7 @@ def _report(story: Story, console: Console) -> bool:
     table.add_row("seconds to the first token", f"{cold_s:.2f}", f"{restored_s:.2f}")
     table.add_row("  of these, RESTORE", "", f"{story.restored.seconds:.2f}")
     console.print(table)
-    n_equal = len(story.never_stopped.ids)
+    n_equal, before, after = len(story.never_stopped.ids), story.never_stopped, story.after_restart
     promises = {
         f"{cold_s / restored_s:.0f} times sooner after a restart than cold": restored_s < cold_s,
         f"all {story.saved.n_tokens:,} saved tokens restored and used": (
@@ -196,6 +198,9 @@ def _report(story: Story, console: Console) -> bool:
             story.after_restart.ids == story.never_stopped.ids
         ),
     }
+    if before.drafts_offered:
+        rate = f"{after.drafts_accepted} of {after.drafts_offered} drafts are accepted after the restart, as without it"
+        promises[rate] = before[-2:] == after[-2:]
     for promise, held in promises.items():
         console.print(f"[green]yes[/]  {promise}" if held else f"[red]NO[/]   {promise}")
     return all(promises.values())
@@ -234,7 +239,14 @@ class Engine:
                     tokens.append(int(words[1]))
         if not tokens:
             raise DemoError("the engine answered without a token")
-        return Turn(tokens, reused=int(words[8]), n_read=int(words[14]), first_token_s=first_token_s)
+        return Turn(
+            tokens,
+            reused=int(words[8]),
+            n_read=int(words[14]),
+            first_token_s=first_token_s,
+            drafts_accepted=int(words[6]),
+            drafts_offered=int(words[7]),
+        )
 
     def transfer(self, verb: str, name: str, show: Show) -> Transfer:
         """SAVE or RESTORE a file of the engine's folder."""

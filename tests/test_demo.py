@@ -32,7 +32,8 @@ for line in sys.stdin:
         answer = [97 + (sum(ids) + i + shift) % 26 for i in range(int(count))]
         for token in answer: say(f"T {token}")
         held = (ids + answer)[:-1]
-        say(f"DONE {count} {len(ids)} 1 1 length 0 0 {reused} 0 0 0 0 0 {len(ids) - reused} 0")
+        accepted = 3 if fault == "drafts" and restored else 4
+        say(f"DONE {count} {len(ids)} 1 1 length {accepted} 5 {reused} 0 0 0 0 0 {len(ids) - reused} 0")
     elif verb == "SAVE" and fault == "full disk":
         say("SERR storage 0 no space left")
     elif verb == "SAVE":
@@ -69,7 +70,12 @@ def test_a_good_engine_keeps_its_promises(tell):
 
 
 @pytest.mark.parametrize(
-    ("fault", "broken"), [("forget", "saved tokens restored and used"), ("differ", "greedy tokens equal those")]
+    ("fault", "broken"),
+    [
+        ("forget", "saved tokens restored and used"),
+        ("differ", "greedy tokens equal those"),
+        ("drafts", "3 of 5 drafts are accepted after the restart"),
+    ],
 )
 def test_a_broken_promise_fails(tell, fault, broken):
     told, printed = tell(fault)
@@ -109,8 +115,9 @@ def test_the_next_prompt_continues_the_held_ids(tmp_path, ended):
     assert len(TOKENS) > max(ids)
 
 
-TURN = demo.Turn([5, 6, 7], reused=0, n_read=2000, first_token_s=20.0)
-NEXT = demo.Turn([8, 9], reused=2002, n_read=20, first_token_s=0.5)
+TURN = demo.Turn([5, 6, 7], reused=0, n_read=2000, first_token_s=20.0, drafts_accepted=0, drafts_offered=0)
+NEXT = demo.Turn([8, 9], reused=2002, n_read=20, first_token_s=0.5, drafts_accepted=0, drafts_offered=0)
+DRAFTS = NEXT._replace(drafts_accepted=3, drafts_offered=5)
 FILE = demo.Transfer(2002, 9_000_000, 0.5)
 
 
@@ -120,6 +127,8 @@ FILE = demo.Transfer(2002, 9_000_000, 0.5)
         ({}, True),
         ({"after_restart": NEXT._replace(ids=[8, 10])}, False),
         ({"after_restart": NEXT._replace(reused=2001)}, False),
+        ({"never_stopped": DRAFTS, "after_restart": DRAFTS}, True),
+        ({"never_stopped": DRAFTS, "after_restart": DRAFTS._replace(drafts_accepted=2)}, False),
         ({"restored": FILE._replace(n_tokens=2001)}, False),
         ({"restored": FILE._replace(seconds=20.0)}, False),
     ],
