@@ -18,6 +18,7 @@ CONTEXT = 256
 TURN = 5  # starts a turn in every model here; most have no tokenizer that would name one
 DEFAULTS = {
     "max_context": CONTEXT,
+    "backend": "cpu",
     "threads": 1,
     "conversation_cache_min_free_mib": 0,
     "session_min_free_mib": 0,
