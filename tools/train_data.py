@@ -116,6 +116,7 @@ ASK_ANY = (
 ASK_MORE = (
     "Go on.", "Continue.", "And then?", "What came next?", "Read on.", "More.", "continue", "go on", "Please continue.",
 )  # fmt: skip
+ASK_ECHO = ("Repeat after me: {}", "Say: {}", "Write this: {}", "Repeat: {}", "Say after me: {}")
 ASK_FIRST = ("What did I say first?", "Repeat my first words.", "What was the first thing that I told thee?")
 ASK_NAME = ("What is my name?", "Who am I?", "Dost thou know my name?", "Say my name.", "what's my name?")
 TELL_NAME = ("My name is {}.", "I am {}.", "I am called {}.", "My name is {}. Remember it.", "Hello, my name is {}.")
@@ -159,6 +160,15 @@ class Scribe:
             text += self._exchange(self.rng.choice(self._kinds(first=number == 0)))
         return text + END_OF_TEXT
 
+    def drill(self, n_turns: int) -> str:
+        """A conversation of short exchanges that need what was said before: the quickest way to learn to look back."""
+        self._forget()
+        text = ""
+        for _ in range(n_turns):
+            kinds = [self._echo, self._echo, self._shuffled, self._shuffled, self._tell]
+            text += self._exchange(self.rng.choice(kinds + ([self._recall] * 4 if self.kept else [])))
+        return text + END_OF_TEXT
+
     def memory_test(self, n_between: int) -> tuple[str, str]:
         """A conversation up to the answer that needs something told `n_between` turns before, and that answer."""
         self._forget()
@@ -173,7 +183,7 @@ class Scribe:
 
     def _kinds(self, first: bool) -> list[Callable[[], tuple[str, str]]]:
         """The exchanges that make sense next, each as often as it should be drawn."""
-        kinds = [self._topic, self._reference, self._half, self._next, self._any, self._tell]
+        kinds = [self._topic, self._reference, self._half, self._next, self._any, self._tell, self._echo]
         kinds += [self._recall] * 4 if self.kept else []
         kinds += [self._go_on] * 3 if self.place else []
         return kinds if first else [*kinds, self._again]
@@ -223,6 +233,17 @@ class Scribe:
 
     def _go_on(self) -> tuple[str, str]:
         return self.rng.choice(ASK_MORE), self._pick(self.place, most=3)
+
+    def _echo(self) -> tuple[str, str]:
+        words = self._pick(most=1).split()
+        start, self.place = self.rng.randrange(max(1, len(words) - 3)), None
+        phrase = " ".join(words[start : start + self.rng.randint(1, 8)])
+        return self.rng.choice(ASK_ECHO).format(phrase), phrase
+
+    def _shuffled(self) -> tuple[str, str]:
+        """Words in an order that no sentence has: only looking back can tell what follows."""
+        phrase = " ".join(self.rng.choices(self.words, k=self.rng.randint(1, 8)))
+        return self.rng.choice(ASK_ECHO).format(phrase), phrase
 
     def _again(self) -> tuple[str, str]:
         return self.rng.choice(ASK_FIRST), self.first

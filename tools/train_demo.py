@@ -36,9 +36,10 @@ N_VOCAB = 2048
 NGRAM_ROWS = (8009, 8011, 8017, 8039)  # primes, so that the remainders of one hash are nearly independent
 MICRO_TOKENS = 2048  # one forward and backward pass: its activations fit the last-level cache
 MICRO_PER_STEP = 2
-TEXT_SHARE = 0.5  # the rest of the rows are conversations
+TEXT_SHARE, DRILL_SHARE = 0.4, 0.2  # of the rows; the rest are conversations
 DRAFT_WEIGHT, BALANCE_WEIGHT, INDEX_WEIGHT = 0.2, 0.01, 0.1
 SPARSE_FROM = 0.45  # share of the run after which blocks are selected; dense attention teaches the indexer before
+DRILL_WEIGHT = 6.0  # of an answer's tokens in a drill: few tokens, and nothing else teaches to look back so soon
 MEAN_DECAY = 0.99
 CHECKPOINT_EVERY_S = 240
 LOG_EVERY = 20
@@ -78,16 +79,34 @@ class Corpus:
         start = self.rng.randrange(len(self.stream) - length)
         return self.stream[start : start + length]
 
-    def chat_row(self, length: int) -> Tensor:
+    def _packed(self, length: int, write: Callable[[int], str]) -> Tensor:
         ids: list[int] = []
         while len(ids) < length:
-            ids += self._encode(self.scribe.conversation(self.rng.randint(1, length // 64)))
+            ids += self._encode(write(self.rng.randint(1, length // 64)))
         return torch.tensor(ids[:length])
 
-    def batch(self, length: int) -> Tensor:
-        rows = max(1, MICRO_TOKENS // length)
-        pick = [self.text_row if self.rng.random() < TEXT_SHARE else self.chat_row for _ in range(rows)]
-        return torch.stack([make(length) for make in pick])
+    def answers(self, ids: Tensor) -> Tensor:
+        """Mask of the tokens that an assistant says, its end of turn included."""
+        turn_end, header = self.tokenizer.token_to_id(data.TURN_END), self._encode(f"{data.TURN_START}assistant\n")
+        speaks, mask, row = False, torch.zeros_like(ids, dtype=torch.bool), ids.tolist()
+        for i, token in enumerate(row):
+            mask[i] = speaks
+            speaks = row[max(0, i + 1 - len(header)) : i + 1] == header or (speaks and token != turn_end)
+        return mask
+
+    def chat_row(self, length: int) -> Tensor:
+        return self._packed(length, self.scribe.conversation)
+
+    def drill_row(self, length: int) -> Tensor:
+        return self._packed(length, self.scribe.drill)
+
+    def batch(self, length: int) -> tuple[Tensor, Tensor]:
+        """Rows of one micro-batch and the weight of each token's loss."""
+        rows, kinds = max(1, MICRO_TOKENS // length), (self.text_row, self.drill_row, self.chat_row)
+        shares = (TEXT_SHARE, DRILL_SHARE, 1 - TEXT_SHARE - DRILL_SHARE)
+        made = [(make, make(length)) for make in self.rng.choices(kinds, shares, k=rows)]
+        weights = [1 + (DRILL_WEIGHT - 1) * self.answers(ids) * (make == self.drill_row) for make, ids in made]
+        return torch.stack([ids for _, ids in made]), torch.stack(weights)
 
 
 # --- optimiser -------------------------------------------------------------------------------------------------------
@@ -249,20 +268,25 @@ class Run:
             setattr(self, key, state[key])
 
 
-def losses_of(run: Run, ids: Tensor, mode: Mode, with_draft: bool) -> dict[str, Tensor]:
+def losses_of(run: Run, batch: tuple[Tensor, Tensor], mode: Mode, with_draft: bool) -> dict[str, Tensor]:
+    ids, token_weights = batch
     weights, cfg, side = bf16(run.weights), run.cfg, Losses()
     residual = model.trunk(weights, cfg, ids, mode, side)
-    parts = {"next": ahead_loss(model.logits(weights, cfg, residual), ids, 1)}
+    parts = {"next": ahead_loss(model.logits(weights, cfg, residual), ids, 1, token_weights)}
     if with_draft:
         drafted = model.draft(weights, cfg, residual, F.pad(ids[:, 1:], (0, 1)), mode, side)
         parts["draft"] = ahead_loss(model.draft_logits(weights, cfg, drafted), ids, 2)
     return parts | {"balance": Losses.mean(side.balance), "index": Losses.mean(side.index)}
 
 
-def ahead_loss(logits: Tensor, ids: Tensor, distance: int) -> Tensor:
-    """Mean cross-entropy of each position's guess at the token `distance` further on."""
+def ahead_loss(logits: Tensor, ids: Tensor, distance: int, weights: Tensor | None = None) -> Tensor:
+    """Weighted mean cross-entropy of each position's guess at the token `distance` further on."""
     targets = F.pad(ids[:, distance:], (0, distance), value=-100)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    if weights is None:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+    shifted = F.pad(weights[:, distance:], (0, distance)).flatten()
+    return (each * shifted).sum() / shifted.sum()
 
 
 def whole_step(run: Run, corpus: Corpus, progress: float) -> dict[str, float]:
@@ -288,7 +312,7 @@ def chain_step(run: Run, corpus: Corpus, progress: float) -> dict[str, float]:
     total, share = 0.0, MICRO_PER_STEP // Workers.count()
     weights = bf16(run.weights)
     for _ in range(share):
-        ids = corpus.batch(CHAIN_LENGTH)
+        ids, _ = corpus.batch(CHAIN_LENGTH)
         residual = model.trunk(weights, run.cfg, ids, Mode(), Losses()).detach()
         loss = chain_loss(weights, run.cfg, residual, ids, CHAIN_STEPS)
         loss.backward(retain_graph=share > 1)
