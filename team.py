@@ -177,9 +177,11 @@ class Team:
         control = self.control
         while True:
             self._assist(control)
-            # Cleared before the look at END, which is set before the event: so an end cannot be slept through.
+            # Cleared before the look at END, which is set before the event, and then set again for the other helpers, of
+            # which one may have looked earlier and wait later: so none can sleep through the end.
             self._work.clear()
             if control[END]:
+                self._work.set()
                 return
             _park(control, 1)
             self._work.wait()

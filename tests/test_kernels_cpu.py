@@ -8,6 +8,7 @@ next: test_model.py.
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import kernels_cpu as ops
 import reference
 from gguffile import open_gguf
 from kvcache import FORMATS, head_bytes, scale_bytes
+from team import Team
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data" / "model"
@@ -267,6 +269,17 @@ def test_an_operation_reads_no_memory_that_it_has_freed():
     clean = product("0")
     assert len(clean) == 700 * 48 * 4
     assert product("165") == product("90") == clean
+
+
+def test_a_team_ends_wherever_its_helpers_are():
+    def many():
+        for _ in range(2000):
+            Team(5, lambda control: None).close()
+
+    trial = threading.Thread(target=many, daemon=True)
+    trial.start()
+    trial.join(120)
+    assert not trial.is_alive(), "a helper slept through the end"
 
 
 # --- rows and heads -----------------------------------------------------------------------------------------------

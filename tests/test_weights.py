@@ -48,24 +48,23 @@ def run(file, ids) -> np.ndarray:
     return model.logits(residual)
 
 
-def refused(path, log=lambda line: None) -> str:
-    """The message with which a file is refused, which is one line that starts with its path."""
-    with pytest.raises(ModelError) as caught:
-        load(path, log)
-    message = str(caught.value)
+def loaded_or_refused(path, log=lambda line: None):
+    """The loaded file, or the message with which it is refused: one line that starts with its path."""
+    try:
+        return load(path, log)
+    except ModelError as error:
+        message = str(error)
     assert message.startswith(str(path).split("-0000", maxsplit=1)[0])
     assert "\n" not in message
     assert len(message) < 400
+    return message
+
+
+def refused(path) -> str:
+    """The reason why a file is refused, which must be."""
+    message = loaded_or_refused(path)
+    assert isinstance(message, str), "the file loaded"
     return message.removeprefix(f"{path}: ")
-
-
-def loaded_or_refused(path):
-    """The loaded file, or None where it is refused as `refused` demands; any other exception goes through."""
-    try:
-        return load(path)
-    except ModelError:
-        refused(path)
-        return None
 
 
 @pytest.fixture
@@ -411,14 +410,14 @@ def test_damage_before_the_weights_is_refused_or_harmless(name, tmp_path, bounde
     whole, broken, rng = fixture(name).read_bytes(), tmp_path / "broken.gguf", random.Random(name)
     start, outcomes = int(open_gguf(fixture(name)).data_offset), set()
     wide = [b"\xff" * 8, bytes(8), (1 << 31).to_bytes(8, "little"), (1 << 62).to_bytes(8, "little")]
-    for _ in range(400):
+    for _ in range(200):
         damaged = bytearray(whole)
         for _ in range(rng.choice([1, 2, 4])):
             at = rng.randrange(start)
             patch = rng.choice([bytes([rng.randrange(256)]), *wide])
             damaged[at : at + len(patch)] = patch
         broken.write_bytes(damaged[: len(whole)])
-        outcomes.add(loaded_or_refused(broken) is None)
+        outcomes.add(isinstance(loaded_or_refused(broken), str))
     assert outcomes == {True, False}
 
 
@@ -569,7 +568,7 @@ def hostile(value):
         yield value[:-1]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen4exp", "qwen4exp-8layers"])
+@pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen4exp"])
 def test_any_value_of_any_key_is_refused_or_runs(name, monkeypatch, bounded_memory):
     file, n_refused, n_run = Doctored(name, monkeypatch), 0, 0
     for key in [key for key in file.values if not key.startswith("GGUF.")]:
@@ -577,10 +576,10 @@ def test_any_value_of_any_key_is_refused_or_runs(name, monkeypatch, bounded_memo
         for value in hostile(kept):
             file.values[key] = value
             loaded = loaded_or_refused(file.path)
-            if loaded:
+            if isinstance(loaded, str):
+                n_refused += 1
+            else:
                 run(loaded, range(5, 15))
                 n_run += 1
-            else:
-                n_refused += 1
         file.values[key] = kept
     assert min(n_refused, n_run) > 50
