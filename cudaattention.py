@@ -11,7 +11,7 @@ import numpy as np
 from numba import cuda
 
 import cudapools
-from cudablock import EMPTY, MAX_THREADS, block_sum, inverse_rms, product
+from cudablock import EMPTY, MAX_THREADS, block_sum, inverse_rms, nearest, product
 from cudapools import empty, launch, launch_rows
 from kernels_cpu import CELL_F16, CELL_INT8, PAGE, SCALE_GROUP, SEGMENT
 
@@ -40,7 +40,7 @@ def _store_int8(x, t, head, group, codes, scales, page, slot):
         code = np.int32(0)
         if scale > np.float32(0):
             ratio = max(np.float32(-127), min(np.float32(127), x[t, head, k] / scale))
-            code = np.int32(round(ratio))
+            code = np.int32(nearest(ratio))
         codes[page, head, slot, k] = np.uint8(code & np.int32(255))
 
 

@@ -20,6 +20,9 @@ if config.ENABLE_CUDASIM:
 
     def product(a, b):
         return a * b
+
+    def nearest(x):
+        return np.rint(x)
 else:
 
     @cuda.jit(device=True)
@@ -30,6 +33,11 @@ else:
     def product(a, b):
         """a * b, rounded by itself: fused with the sum behind it, it would quantise K/V to other codes."""
         return libdevice.fmul_rn(a, b)
+
+    @cuda.jit(device=True)
+    def nearest(x):
+        """The nearest whole number as float32, ties to even (`round` would compute in float64)."""
+        return libdevice.rintf(x)
 
 
 @cuda.jit(device=True)

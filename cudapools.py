@@ -1,8 +1,8 @@
 """Device memory: arrays, the K/V pools in their three residency modes, and copies between them and the host.
 
 It owns where a byte lies and how it gets there; it knows no arithmetic and no file. Invariant: the bytes of a cell are
-the same wherever it is read: a mirrored pool's host copy is written with every cell, and a slot of the device holds a page
-only while the page table says so. Read next: kvcache.py for the layout, kernels_cuda.py for the readers.
+the same wherever it is read: a mirrored pool's host copy is written with every cell, and a slot of the device holds a
+page only while the page table says so. Read next: kvcache.py for the layout, kernels_cuda.py for the readers.
 
 Modes of a layer's cells:
 - resident: the device holds every page in its place; there is no host copy.

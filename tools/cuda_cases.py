@@ -41,7 +41,8 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes(1)
-REAL = Sizes(64, columns=2560, rows=10240, group=12, head_dim=256, state=128, experts=512, vocab=248_320)
+REAL = Sizes(64, columns=2560, rows=2048, group=12, head_dim=256, state=128, experts=64, vocab=248_320)
+MANY_CELLS = 4099  # for what reads a long conversation: several segments of attention
 
 
 class Case(NamedTuple):
@@ -233,7 +234,8 @@ def fill(ops, rng, storages, pools, first: int, x_shape) -> None:
 def append_cells(ops, rng, s: Sizes, name: str):
     """Values of many sizes, zeros, and ties between a largest and a smallest value."""
     storage = STORAGES[name][0]
-    x = normal(rng, s.n, s.kv_heads, s.head_dim) * (10.0 ** rng.integers(-6, 3, (s.n, s.kv_heads, 1))).astype(np.float32)
+    sizes = (10.0 ** rng.integers(-6, 3, (s.n, s.kv_heads, 1))).astype(np.float32)
+    x = normal(rng, s.n, s.kv_heads, s.head_dim) * sizes
     x[0, 0, :2], x[-1, -1] = (3, -3), 0
     codes, scales = layer_cells(ops, s, STORAGES[name], s.n + 3)[:2]
     ops.append_cells(storage, ops.from_host(x), 3, codes, scales)

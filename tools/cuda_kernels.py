@@ -29,8 +29,9 @@ FIGURES = ("registers", "stack_bytes", "spill_store_bytes", "spill_load_bytes", 
 
 
 def argument_type(value):
-    """Numba's type of a launch argument, as a launch takes it."""
-    return getattr(value, "_numba_type_", None) or cuda.typing.typeof.typeof(value)
+    """Numba's type of a launch argument; every array of the backend is C-contiguous, an empty one too."""
+    found = getattr(value, "_numba_type_", None)
+    return cuda.types.Array(found.dtype, found.ndim, "C") if found else cuda.typing.typeof.typeof(value)
 
 
 @contextlib.contextmanager
@@ -64,6 +65,7 @@ def launches_noted(noted: dict):
 def noted_kernels(only: str = "") -> dict:
     """Kernel name -> (dispatcher, distinct signatures) over all cases."""
     import cuda_cases
+
     import cudapools
     import kernels_cuda
 
@@ -71,7 +73,9 @@ def noted_kernels(only: str = "") -> dict:
     with launches_noted(noted), mock.patch.object(cudapools, "SIMULATED", True):
         for item in cuda_cases.CASES:
             if only in item.name:
-                cuda_cases.run_case(item, kernels_cuda, cuda_cases.SMALL._replace(n=33))
+                # Few and many tokens, and more cells than one segment, take kernels of their own.
+                for n in (2, 33, 300 if "attention" in item.name else 33):
+                    cuda_cases.run_case(item, kernels_cuda, cuda_cases.SMALL._replace(n=n))
         if not only:
             for ring in (False, True):
                 cuda_cases.residency_round(kernels_cuda, np.random.default_rng(0), cuda_cases.SMALL, ring)
@@ -112,14 +116,15 @@ def main() -> None:
     parser.add_argument("--cc", nargs="+", default=[f"{a}.{b}" for a, b in CAPABILITIES], metavar="X.Y")
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     options = parser.parse_args()
-    print(f"{'kernel':28}{'cc':>5}" + "".join(f"{name:>20}" for name in FIGURES))
+    print(f"{'kernel':28}{'cc':>5}{'float64':>10}" + "".join(f"{name:>20}" for name in FIGURES))
     for name, (dispatcher, signatures) in sorted(noted_kernels(options.case).items()):
         for text in options.cc:
             capability = tuple(int(part) for part in text.split("."))
             for signature in signatures:
-                row = figures(compile_ptx(dispatcher, signature, capability), capability)
+                ptx = compile_ptx(dispatcher, signature, capability)
+                row, n_float64 = figures(ptx, capability), len(re.findall(r"\.f64\b", ptx))
                 shown = "".join(f"{value:>20}" for value in row.values()) if row else "   compiled"
-                print(f"{name:28}{text:>5}{shown}", flush=True)
+                print(f"{name:28}{text:>5}{n_float64:>10}{shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""Every CUDA operation against its CPU twin, in Numba's simulator; run by test_kernels_cuda.py in its own process.
+
+Owns: sizes around a warp, odd heads and block sizes. Inputs and tolerances are those of tools/cuda_cases.py, which also
+run on a device. Read next: simulated_residency.py.
+"""
+
+import cudasim  # first: it turns the simulator on
+from cudasim import small_blocks
+
+# isort: split
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
+
+import cuda_cases
+
+import kernels_cpu
+import kernels_cuda
+
+SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256 columns; the others have 32
+
+
+def sizes(name: str, n: int) -> cuda_cases.Sizes:
+    """Small layers: the simulator runs some ten thousand multiplications a second."""
+    wide = any(kind in name for kind in SUPER_BLOCKS)
+    columns, rows = (256, 2) if wide else (64, 3)
+    return cuda_cases.SMALL._replace(n=n, columns=columns, rows=rows, experts=5, vocab=45, state=8)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33])
+@pytest.mark.parametrize("case", cuda_cases.CASES, ids=lambda case: case.name)
+def test_operation_is_that_of_the_cpu(case, n, monkeypatch):
+    small_blocks(monkeypatch, 8 if n < 33 else 32)
+    given = sizes(case.name, n)
+    expected, found = (cuda_cases.run_case(case, ops, given) for ops in (kernels_cpu, kernels_cuda))
+    assert cuda_cases.largest_error(expected, found, case.tolerance) <= case.tolerance
+
+
+@pytest.mark.parametrize("threads", [1, 64, 128])
+@pytest.mark.parametrize("name", ["matmul[Q4_0]", "rms_norm", "attention[int8]", "select_blocks", "route"])
+def test_any_power_of_two_of_threads_is_right(name, threads, monkeypatch):
+    small_blocks(monkeypatch, threads)
+    case = next(case for case in cuda_cases.CASES if case.name == name)
+    given = sizes(name, 5)
+    expected, found = (cuda_cases.run_case(case, ops, given) for ops in (kernels_cpu, kernels_cuda))
+    assert cuda_cases.largest_error(expected, found, case.tolerance) <= case.tolerance
+
+
+@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(1, 1, 32), (3, 5, 32), (1, 9, 64)])
+def test_odd_numbers_of_heads(kv_heads, group, head_dim, monkeypatch):
+    small_blocks(monkeypatch, 8)
+    given = cuda_cases.SMALL._replace(n=7, kv_heads=kv_heads, group=group, head_dim=head_dim)
+    for case in cuda_cases.CASES:
+        if case.name in ("attention[fp16]", "attention[q4_0]", "attention_selected[fp16]"):
+            expected, found = (cuda_cases.run_case(case, ops, given) for ops in (kernels_cpu, kernels_cuda))
+            assert cuda_cases.largest_error(expected, found, case.tolerance) <= case.tolerance
+
+
+def test_the_simulator_is_on():
+    assert cudasim.config.ENABLE_CUDASIM
