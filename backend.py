@@ -5,6 +5,7 @@ CUDA part is loaded on a machine without a driver. Read next: kernels_cpu.py, ke
 """
 
 import ctypes
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -39,11 +40,24 @@ def _why_no_device() -> str | None:
             ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         except OSError:
             return "no CUDA driver was found"
-        if importlib.util.find_spec("numba_cuda") is None:
-            return "numba-cuda is not installed (pip install 'strata-engine[cuda]')"
+        missing = _missing_package()
+        if missing:
+            return f"{missing} is not installed (pip install 'strata-engine[cuda]')"
     from numba import cuda
 
     return None if cuda.is_available() else f"no CUDA device answers ({cuda.cuda_error() or 'the driver names none'})"
+
+
+def _missing_package() -> str | None:
+    """What the kernels' compilation lacks, None where it is all there."""
+    if importlib.util.find_spec("numba_cuda") is None:
+        return "numba-cuda"
+    pathfinder = importlib.import_module("cuda.pathfinder")  # comes with it
+    try:
+        pathfinder.load_nvidia_dynamic_lib("nvrtc")
+    except pathfinder.DynamicLibNotFoundError:
+        return "CUDA's run-time compiler (NVRTC)"
+    return None
 
 
 def check_widths(operations, head_dim: int, index_dim: int, state: int) -> None:

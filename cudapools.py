@@ -24,6 +24,10 @@ MAX_BLOCKS = 1 << 16
 COPY_BLOCKS = 256  # that bring pages in: enough to fill a PCIe link, few beside a decode
 STAGE_BYTES = 16 << 20  # of a staging buffer; a session file is read and written in pieces of this size
 SIMULATED = bool(config.ENABLE_CUDASIM)
+# Numba frees ten arrays at a time and waits for the device to do so; a token leaves a thousand small ones behind. They
+# still go once they take a fifth of the device's memory.
+config.CUDA_DEALLOCS_COUNT = 1 << 16
+config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # one token fills no device
 DEVICE_ERRORS = (CudaAPIError,)  # what a failing device raises
 HAND, MISSES, OVERFLOW, BROUGHT_IN = range(4)  # counters of a page map
 

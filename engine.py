@@ -161,7 +161,10 @@ class Engine:
         except GgufError as error:
             raise ModelError(str(error)) from error
         name, operations = _choose_backend(options, log)
-        file = load_model(path, operations, log, round_x=options.activations == "int8")
+        try:
+            file = load_model(path, operations, log, round_x=options.activations == "int8")
+        except operations.DEVICE_ERRORS as error:
+            raise ModelError(f"the weights do not fit the device ({error}): use --backend cpu") from error
         if name == "cuda":
             _check_widths(operations, file.config)
         return cls(options, file, (name, operations), log)

@@ -1,0 +1,159 @@
+"""Whole conversations on the CUDA backend in Numba's simulator; run by test_kernels_cuda.py in its own process.
+
+Owns: that the device's tokens are the CPU's, that a saved conversation goes on bitwise in every residency mode, that
+no file crosses backends, and what a failing device does. Where products are not what is tested they are taken from the
+CPU, which reads the simulator's memory: a pass takes seconds otherwise. Read next: test_kernels_cuda.py.
+"""
+
+import cudasim  # first: it turns the simulator on
+from cudasim import small_blocks
+
+# isort: split
+
+import numpy as np
+import pytest
+from numba.cuda.cudadrv.driver import CudaAPIError
+
+import backend
+import engine as engine_module
+import kernels_cpu
+import kernels_cuda
+import kvcache
+from engine import FatalError, ModelError, Session
+from sessionfile import SessionError
+from tinyengine import ask, ids, new_engine, next_turn
+
+assert cudasim.config.ENABLE_CUDASIM
+
+CONTEXT = 48
+MODES = {"resident": {}, "streamed": {"kv_resident": 4}}  # one page of the trunk; the draft layer in a ring of one
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    small_blocks(monkeypatch, 1)
+    monkeypatch.setattr(engine_module, "LEAST_RESIDENT", 4)
+    monkeypatch.setattr(kvcache, "DRAFT_WINDOW", 4)
+
+
+def _host_pack(weights) -> kernels_cpu.Pack:
+    return kernels_cpu.Pack(weights.kind, weights.bytes._ary, weights.n_rows, weights.n_cols, weights.n_matrices)
+
+
+@pytest.fixture
+def products_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(
+        kernels_cuda, "matmul", lambda weights, x, out: kernels_cpu.matmul(_host_pack(weights), x._ary, out._ary)
+    )
+    monkeypatch.setattr(
+        kernels_cuda,
+        "expert_matmul",
+        lambda weights, x, offsets, out: kernels_cpu.expert_matmul(_host_pack(weights), x._ary, offsets._ary, out._ary),
+    )
+
+
+def new_session(name: str = "qwen4exp", **options) -> Session:
+    return Session(new_engine(name, **({"backend": "cuda", "max_context": CONTEXT} | options)))
+
+
+def held(session: Session) -> tuple:
+    """Tokens, running state and cells as a session file holds them, up to the last complete page."""
+    cache = session.cache
+    parts = []
+    for window in cache.windows(cache.n_tokens // 4 * 4):
+        for part, size in enumerate(window.part_sizes):
+            out = np.empty(size, np.uint8)
+            window.read(part, 0, out)
+            parts.append(out.tobytes())
+    return cache.ids.tolist(), [array.tobytes() for array in cache.state.on_host()], parts
+
+
+@pytest.mark.parametrize(("name", "n_prompt"), [("qwen2", 6), ("qwen4exp", 5)])
+def test_greedy_tokens_are_those_of_the_cpu(name, n_prompt):
+    prompt = ids(n_prompt)
+    on_cpu = new_session(name, backend="cpu", activations="float32")
+    expected = ask(on_cpu, prompt, 3)
+    session = new_session(name)
+    assert session.engine.backend == "cuda"
+    assert ask(session, prompt, 3).tokens == expected.tokens
+    for found, wanted in zip(session.cache.state.on_host(), on_cpu.cache.state.on_host(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_sampled_answer_is_that_of_the_cpu(products_of_the_cpu):
+    options = {"temperature": 0.7, "seed": 5, "top_p": 0.9}
+    expected = ask(new_session(backend="cpu", activations="float32"), ids(5), 3, **options)
+    assert ask(new_session(), ids(5), 3, **options).tokens == expected.tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_saved_conversation_goes_on_bitwise(mode, tmp_path, products_of_the_cpu):
+    through = new_session(**MODES[mode])
+    prompt = ids(9)
+    reply = ask(through, prompt, 3)
+    saved = through.save(str(tmp_path / "a.bin"))
+    restarted = new_session(**MODES[mode])
+    ask(restarted, ids(13, 7), 1)  # what the device holds of another conversation must not be read again
+    assert restarted.restore(str(tmp_path / "a.bin")).n_tokens == saved.n_tokens
+    assert held(restarted) == held(through)
+    turn = next_turn(prompt, reply, 3, 2)
+    first, second = ask(through, turn, 2), ask(restarted, turn, 2)
+    assert (second.tokens, second.reused) == (first.tokens, first.reused) == (first.tokens, saved.n_tokens)
+    assert (second.done.drafts_offered, second.done.drafts_accepted) == (
+        first.done.drafts_offered, first.done.drafts_accepted,
+    )  # fmt: skip
+    assert held(restarted) == held(through)
+
+
+def test_residency_changes_no_bit_of_an_answer(products_of_the_cpu):
+    sessions = [new_session(**options) for options in MODES.values()]
+    replies = [ask(session, ids(13), 2) for session in sessions]
+    assert replies[0].tokens == replies[1].tokens
+    # The draft layer looks back over a window in one mode and over everything in the other.
+    assert held(sessions[0])[:2] == held(sessions[1])[:2]
+
+
+def test_no_file_crosses_backends(tmp_path, products_of_the_cpu):
+    sessions = [new_session("qwen2", backend=name) for name in ("cpu", "cuda")]
+    for number, session in enumerate(sessions):
+        ask(session, ids(5), 2)
+        session.save(str(tmp_path / f"{number}.bin"))
+    for number, session in enumerate(sessions):
+        before = held(session)
+        with pytest.raises(SessionError, match="config") as caught:
+            session.restore(str(tmp_path / f"{1 - number}.bin"))
+        assert caught.value.kind == "invalid"
+        assert held(session) == before
+
+
+def test_a_device_that_fails_in_a_request_is_fatal(monkeypatch):
+    def fail(*_):
+        raise CudaAPIError("CUDA_ERROR_ECC_UNCORRECTABLE")
+
+    session = new_session("qwen2")
+    monkeypatch.setattr(kernels_cuda, "rms_norm", fail)
+    with pytest.raises(FatalError, match="the device failed in a request: CUDA_ERROR_ECC_UNCORRECTABLE"):
+        ask(session, ids(5), 2)
+    assert session.n_tokens == 0
+
+
+def test_cells_that_do_not_fit_the_device_are_refused_at_start(monkeypatch):
+    def fail(*_):
+        raise CudaAPIError("CUDA_ERROR_OUT_OF_MEMORY")
+
+    engine = new_engine("qwen2", backend="cuda", max_context=CONTEXT)
+    monkeypatch.setattr(kernels_cuda, "cells", fail)
+    with pytest.raises(ModelError, match=r"cells of 48 tokens do not fit the device .*OUT_OF_MEMORY.*--kv-resident"):
+        engine.new_cache()
+
+
+def test_too_few_resident_cells_are_refused():
+    with pytest.raises(ModelError, match="--kv-resident 3: at least 4"):
+        new_engine("qwen2", backend="cuda", kv_resident=3)
+
+
+@pytest.mark.parametrize(("widths", "text"), [((320, 0, 0), "attention head"), ((64, 512, 0), "index key"),
+                                              ((64, 32, 256), "recurrent head")])  # fmt: skip
+def test_heads_wider_than_the_kernels_are_refused(widths, text):
+    with pytest.raises(backend.BackendError, match=f"{text} of width {max(widths)} does not fit"):
+        backend.check_widths(kernels_cuda, *widths)
