@@ -7,17 +7,24 @@ was or the whole new file, and at most two blocks are alive for each open file. 
 
 import collections
 import contextlib
+import ctypes
 import errno
-import fcntl
 import mmap
+import ntpath
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 BLOCK_BYTES = 16 << 20
 DIRECT_UNIT = 4096  # addresses, offsets and lengths of direct transfers are multiples of it
@@ -39,6 +46,8 @@ class NotPlainFile(Exception):
 
 class PosixSystem:
     """The calls to the operating system, one a method, so that a test can make any of them fail."""
+
+    windows = False
 
     def free_bytes(self, folder: str) -> int:
         return shutil.disk_usage(folder).free
@@ -96,7 +105,224 @@ class PosixSystem:
         os.close(descriptor)
 
 
-system = PosixSystem()
+class FileStatus(NamedTuple):
+    """What a BlockReader asks of an open file, named as in os.stat_result."""
+
+    st_mode: int
+    st_nlink: int
+    st_size: int
+    st_mtime: float
+
+
+class WindowsFolder(NamedTuple):
+    """A folder held open, so that it can be neither renamed nor removed while a file is written into it."""
+
+    handle: int
+    path: str
+
+    def of(self, name: str) -> str:
+        return ntpath.join(self.path, name)
+
+
+class _FileInformation(ctypes.Structure):
+    """BY_HANDLE_FILE_INFORMATION."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32)
+        for name in (
+            *("attributes", "created_low", "created_high", "accessed_low", "accessed_high", "written_low"),
+            *("written_high", "volume", "size_high", "size_low", "n_names", "index_high", "index_low"),
+        )
+    )
+
+
+class _Overlapped(ctypes.Structure):
+    """OVERLAPPED: the offset of a transfer on a handle that waits for it."""
+
+    _fields_ = (
+        ("internal", ctypes.c_size_t),
+        ("internal_high", ctypes.c_size_t),
+        ("offset_low", ctypes.c_uint32),
+        ("offset_high", ctypes.c_uint32),
+        ("event", ctypes.c_void_p),
+    )
+
+
+class _Kernel32:
+    """The functions of kernel32.dll that WindowsSystem calls, with the types of what they take."""
+
+    def __init__(self):
+        dll = ctypes.WinDLL("kernel32", use_last_error=True)
+        text, number, handle, pointer = ctypes.c_wchar_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p
+        for name, result, *arguments in (
+            ("CreateFileW", handle, text, number, number, pointer, number, number, handle),
+            ("GetFileType", number, handle),
+            ("GetFileInformationByHandle", ctypes.c_int, handle, pointer),
+            ("ReadFile", ctypes.c_int, handle, pointer, number, pointer, pointer),
+            ("WriteFile", ctypes.c_int, handle, pointer, number, pointer, pointer),
+            ("FlushFileBuffers", ctypes.c_int, handle),
+            ("CloseHandle", ctypes.c_int, handle),
+            ("MoveFileExW", ctypes.c_int, text, text, number),
+            ("DeleteFileW", ctypes.c_int, text),
+            ("GetDiskFreeSpaceExW", ctypes.c_int, text, pointer, pointer, pointer),
+        ):
+            function = getattr(dll, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def last_error(self) -> int:
+        return ctypes.get_last_error()
+
+
+# What the codes of GetLastError say in errno's words; every other one is EIO.
+WINDOWS_ERRNO = {
+    **dict.fromkeys((2, 3, 53, 67), errno.ENOENT),
+    **dict.fromkeys((5, 19, 32, 33), errno.EACCES),  # 19: write-protected; 32, 33: somebody else has it open
+    **dict.fromkeys((80, 183), errno.EEXIST),
+    **dict.fromkeys((39, 112), errno.ENOSPC),
+    **dict.fromkeys((8, 14, 1450), errno.ENOMEM),
+    **dict.fromkeys((87, 123, 161), errno.EINVAL),
+    206: errno.ENAMETOOLONG, 223: errno.EFBIG, 267: errno.ENOTDIR, 1295: errno.EDQUOT,
+}  # fmt: skip
+
+
+class WindowsSystem:
+    """The same calls by way of kernel32: what a name leads to is decided on the opened handle.
+
+    There is no `truncate`, as only direct transfers are padded, and there are none here.
+    """
+
+    windows = True
+
+    READ, WRITE = 0x80000000, 0x40000000
+    SHARE_READ, SHARE_WRITE, SHARE_DELETE = 1, 2, 4
+    CREATE_NEW, OPEN_EXISTING = 1, 3
+    NORMAL, BACKUP_SEMANTICS, OPEN_REPARSE_POINT = 0x80, 0x02000000, 0x00200000
+    REPARSE_POINT, DIRECTORY = 0x400, 0x10  # attributes
+    DISK = 1  # the type of a file that is neither a pipe nor a device
+    REPLACE_EXISTING, WRITE_THROUGH = 1, 8
+    INVALID = ctypes.c_void_p(-1).value
+    END_OF_FILE = 38
+    EPOCH = 116444736000000000  # 1970 in units of 100 ns since 1601
+
+    def __init__(self, kernel32=None):
+        self._api = kernel32 or _Kernel32()
+
+    def _failure(self) -> OSError:
+        code = self._api.last_error()
+        number = WINDOWS_ERRNO.get(code, errno.EIO)
+        return OSError(number, f"{os.strerror(number)} (Windows error {code})")
+
+    def _done(self, result: int) -> None:
+        if not result:
+            raise self._failure()
+
+    def _open(self, path: str, access: int, share: int, disposition: int, flags: int) -> int:
+        handle = self._api.CreateFileW(path, access, share, None, disposition, flags, None)
+        if handle is None or handle == self.INVALID:
+            raise self._failure()
+        return handle
+
+    def free_bytes(self, folder: str) -> int:
+        free = ctypes.c_uint64()
+        self._done(self._api.GetDiskFreeSpaceExW(folder or None, ctypes.byref(free), None, None))
+        return free.value
+
+    def open_folder(self, path: str) -> WindowsFolder:
+        path = f"{path}." if path.endswith(":") else path  # the drive's current folder, not the drive
+        share = self.SHARE_READ | self.SHARE_WRITE
+        handle = self._open(path, self.READ, share, self.OPEN_EXISTING, self.BACKUP_SEMANTICS)
+        try:
+            if not self._information(handle).attributes & self.DIRECTORY:
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        except OSError:
+            self.close(handle)
+            raise
+        return WindowsFolder(handle, path)
+
+    def create(self, folder: WindowsFolder, name: str) -> int:
+        return self._open(folder.of(name), self.WRITE, 0, self.CREATE_NEW, self.NORMAL | self.OPEN_REPARSE_POINT)
+
+    def open_existing(self, path: str) -> int:
+        # Links and folders are opened themselves, so that `status` can tell what they are; nobody may write meanwhile.
+        share = self.SHARE_READ | self.SHARE_DELETE
+        return self._open(path, self.READ, share, self.OPEN_EXISTING, self.OPEN_REPARSE_POINT | self.BACKUP_SEMANTICS)
+
+    def set_blocking(self, descriptor: int) -> None:
+        """Handles that are opened so always wait."""
+
+    def set_direct(self, descriptor: int, on: bool) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    def _information(self, handle: int) -> _FileInformation:
+        information = _FileInformation()
+        self._done(self._api.GetFileInformationByHandle(handle, ctypes.byref(information)))
+        return information
+
+    def status(self, descriptor: int) -> FileStatus:
+        if self._api.GetFileType(descriptor) != self.DISK:
+            return FileStatus(stat.S_IFCHR, 1, 0, 0.0)
+        found = self._information(descriptor)
+        kinds = ((self.REPARSE_POINT, stat.S_IFLNK), (self.DIRECTORY, stat.S_IFDIR))
+        mode = next((kind for bit, kind in kinds if found.attributes & bit), stat.S_IFREG)
+        ticks = found.written_high << 32 | found.written_low
+        return FileStatus(mode, found.n_names, found.size_high << 32 | found.size_low, (ticks - self.EPOCH) / 1e7)
+
+    def _transfer(self, function, descriptor: int, data: np.ndarray, offset: int) -> tuple[int, int]:
+        count, at = ctypes.c_uint32(), _Overlapped(offset_low=offset & 0xFFFFFFFF, offset_high=offset >> 32)
+        result = function(descriptor, data.ctypes.data, data.size, ctypes.byref(count), ctypes.byref(at))
+        return result, count.value
+
+    def read(self, descriptor: int, data: np.ndarray, offset: int) -> int:
+        result, count = self._transfer(self._api.ReadFile, descriptor, data, offset)
+        if not result and self._api.last_error() != self.END_OF_FILE:
+            raise self._failure()
+        return count if result else 0
+
+    def write(self, descriptor: int, data: np.ndarray, offset: int) -> int:
+        result, count = self._transfer(self._api.WriteFile, descriptor, data, offset)
+        self._done(result)
+        return count
+
+    def forget(self, descriptor: int, offset: int, size: int) -> None:
+        """There is no such advice here."""
+
+    def flush(self, descriptor: int) -> None:
+        self._done(self._api.FlushFileBuffers(descriptor))
+
+    def flush_folder(self, folder: WindowsFolder) -> None:
+        """Nothing to do: the rename was written through."""
+
+    def rename(self, folder: WindowsFolder, source: str, destination: str) -> None:
+        flags = self.REPLACE_EXISTING | self.WRITE_THROUGH
+        self._done(self._api.MoveFileExW(folder.of(source), folder.of(destination), flags))
+
+    def unlink(self, folder: WindowsFolder, name: str) -> None:
+        self._done(self._api.DeleteFileW(folder.of(name)))
+
+    def close(self, descriptor: "int | WindowsFolder") -> None:
+        handle = descriptor.handle if isinstance(descriptor, WindowsFolder) else descriptor
+        self._done(self._api.CloseHandle(handle))
+
+
+system = WindowsSystem() if os.name == "nt" else PosixSystem()
+
+
+def _close_read(descriptor) -> None:
+    """Close what was only read: a failure loses nothing, and must not hide another or undo a finished restore."""
+    with contextlib.suppress(OSError):
+        system.close(descriptor)
+
+
+def _start_thread(name: str) -> ThreadPoolExecutor:
+    """A helper thread that runs already: where none can be had, that is told like any other lack of memory."""
+    pool = ThreadPoolExecutor(1, name)
+    try:
+        pool.submit(int).result()
+    except RuntimeError as error:
+        pool.shutdown(wait=False)
+        raise OSError(errno.ENOMEM, f"{error}: the limit of threads or of memory is reached") from error
+    return pool
 
 
 def _forget(descriptor: int, offset: int, size: int) -> None:
@@ -110,16 +336,28 @@ def allocate_block(file_bytes: int) -> np.ndarray:
     It goes back to the system with its last view. Pages of 2 MiB, where they are had, save eight thousand page faults.
     """
     size = min(BLOCK_BYTES, max(1, -(-file_bytes // DIRECT_UNIT)) * DIRECT_UNIT)
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    block = mmap.mmap(-1, size, **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(block, np.uint8)
 
 
-def free_space_folder(path: str, *, windows: bool = False) -> str:
+def split_path(path: str) -> tuple[str, str]:
+    """The folder that a file at `path` is written into, and its name there."""
+    if system.windows:
+        folder, leaf = ntpath.split(path)
+        if ":" in leaf:
+            raise OSError(errno.EINVAL, "a colon would name a stream of another file")
+        return folder or ".", leaf
+    head, slash, leaf = path.rpartition("/")
+    return head or slash or ".", leaf
+
+
+def free_space_folder(path: str, *, windows: bool | None = None) -> str:
     """The folder whose free space counts for a file at `path`; on Windows an empty string is the current one."""
-    if windows:
+    if system.windows if windows is None else windows:
         path = path.replace("/", "\\")
         if "\\" in path:
             return path[: path.rindex("\\") + 1]
@@ -139,7 +377,7 @@ def temporary_name(leaf: str) -> str:
 def _check_path(path: str) -> None:
     """Refuse as the system would what Python refuses to hand to it."""
     try:
-        encoded = os.fsencode(path)
+        encoded = path.encode() if system.windows else os.fsencode(path)
     except UnicodeEncodeError as error:
         raise OSError(errno.EINVAL, "the path cannot be encoded for the file system") from error
     if b"\0" in encoded:
@@ -173,19 +411,20 @@ class BlockWriter:
         self._pending: Future | None = None
 
     def __enter__(self) -> "BlockWriter":
-        head, slash, self._leaf = self._path.rpartition("/")
+        folder, self._leaf = split_path(self._path)
         if self._leaf in ("", ".", ".."):
             raise OSError(errno.EINVAL, "the path does not end in a file name")
         with contextlib.ExitStack() as undo:
-            self._folder = system.open_folder(head or slash or ".")
-            undo.callback(system.close, self._folder)
+            self._folder = system.open_folder(folder)
+            undo.callback(_close_read, self._folder)
             self._create_temporary()
             undo.callback(self._discard)
             self._try_direct()
             self.step = "allocating a block"
             self._block = allocate_block(self.size_bytes)
             self._spare = allocate_block(self.size_bytes) if self.size_bytes > BLOCK_BYTES else None
-            self._thread = undo.enter_context(ThreadPoolExecutor(1, "block writer"))
+            self.step = "starting a thread"
+            self._thread = undo.enter_context(_start_thread("block writer"))
             self.step = "writing"
             self._progress(0, self.size_bytes)
             self._undo = undo.pop_all()
@@ -329,8 +568,10 @@ class BlockReader:
     def __enter__(self) -> "BlockReader":
         with contextlib.ExitStack() as undo:
             self._descriptor = self._open()
-            undo.callback(system.close, self._descriptor)
+            undo.callback(_close_read, self._descriptor)
             status = system.status(self._descriptor)
+            if stat.S_ISLNK(status.st_mode):
+                raise NotPlainFile("symlink", "it is a symbolic link or a junction, not the file itself")
             if not stat.S_ISREG(status.st_mode):
                 raise NotPlainFile("not-regular", f"it is {_file_kind(status.st_mode)}, not a regular file")
             if status.st_nlink != 1:
@@ -339,7 +580,7 @@ class BlockReader:
             self.size_bytes = status.st_size
             self.modified_s = status.st_mtime
             undo.callback(self._forget_all)
-            self._thread = undo.enter_context(ThreadPoolExecutor(1, "block reader"))
+            self._thread = undo.enter_context(_start_thread("block reader"))
             self._undo = undo.pop_all()
         return self
 

@@ -38,6 +38,7 @@ from engine import (
     Token,
 )
 from sessionfile import SessionError
+from sessionfolder import sweep
 
 MAX_LINE_BYTES = 64 << 20  # nine million ids; a longer line is a mistake, and must not cost memory
 MAX_READ_AHEAD_BYTES = 64 << 20  # of commands that wait; beyond it the writer has to wait, and a STOP with it
@@ -70,6 +71,8 @@ def serve(
     log = log or _log_to_stderr
     with contextlib.redirect_stdout(sys.stderr):  # a stray print must not come between the answers
         engine = Engine.load(options, log)
+        if options.slot_save_path:
+            sweep_folder(options.slot_save_path, log)
         session = Session(engine)
         session.warm_up()
         try:
@@ -81,6 +84,15 @@ def serve(
             return Loop(session, stdin, answers, log, slot_save_path=options.slot_save_path).run()
         finally:
             session.close()
+
+
+def sweep_folder(folder: str, log: Callable[[str], None]) -> None:
+    """Remove what killed saves left in the folder; what cannot be removed stays and is told."""
+    try:
+        if n_removed := sweep(folder):
+            log(f"removed {n_removed} unfinished files of saves that were killed")
+    except OSError as error:
+        log(f"unfinished files of killed saves stay: {error}")
 
 
 def _unbuffered(stream: BinaryIO) -> BinaryIO:

@@ -86,6 +86,19 @@ def inspect_file(path: str) -> SavedSession | None:
     return SavedSession(info.image.live.n_tokens, f"{info.identity.model:016x}", f"{info.identity.config:016x}")
 
 
+def sweep(folder: str) -> int:
+    """Remove what killed saves left behind in a folder, and return how many files that were."""
+    n_removed = 0
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                age_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                if age_s > UNFINISHED_MAX_S and _is_unfinished(entry.path):
+                    os.unlink(entry.path)
+                    n_removed += 1
+    return n_removed
+
+
 class SessionFolder:
     """The files of one folder; what a header says is kept as long as the file does not change.
 
@@ -116,16 +129,7 @@ class SessionFolder:
         return {"object": "list", "data": data, "complete": len(files) <= MAX_LISTED}
 
     def sweep(self) -> int:
-        """Remove what killed saves left behind, and return how many files that were."""
-        n_removed = 0
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as entries:
-            for entry in entries:
-                if UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                    age_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
-                    if age_s > UNFINISHED_MAX_S and _starts_like_session(entry.path):
-                        os.unlink(entry.path)
-                        n_removed += 1
-        return n_removed
+        return sweep(self.path)
 
     def identity_of(self, name: str) -> tuple[str, str] | None:
         """The fingerprints of model and configuration in a file; None when it cannot be read."""
@@ -189,8 +193,19 @@ def _entry(name: str, status: os.stat_result, saved: SavedSession, model: str | 
 
 def _starts_like_session(path: str) -> bool:
     """Whether the first bytes are those of a session file of any version, sound or damaged."""
+    mark, start = _mark_and_start(path)
+    return start == mark
+
+
+def _is_unfinished(path: str) -> bool:
+    """Whether the first bytes are those of a session file, or none of them reached the disk."""
+    mark, start = _mark_and_start(path)
+    return start == mark or not start.strip(b"\0")
+
+
+def _mark_and_start(path: str) -> tuple[bytes, bytes]:
     from sessionfile import START_MARK
 
     mark = START_MARK[:-1]
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        return file.read(len(mark)) == mark
+        return mark, file.read(len(mark))

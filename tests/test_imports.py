@@ -38,7 +38,7 @@ ALLOWED = {
     "sessionstate": {"kvcache", "promptcache", "sessionlayout"},
     "engine": {"gguffile", "model", "weights", "controlvector", "backend", "kvcache", "promptcache", "sampling"}
     | {"sessionstate", "sessionfile", "fingerprint"},
-    "serveloop": {"engine", "sessionfile"},
+    "serveloop": {"engine", "sessionfile", "sessionfolder"},
     "answertext": set(),
     "childproc": set(),
     "webpage": set(),

@@ -431,7 +431,7 @@ class FailingSystem(blockfile.PosixSystem):
         setattr(self, name, fail)
 
 
-@pytest.mark.parametrize("name", ["open_existing", "status", "set_blocking", "read", "close"])
+@pytest.mark.parametrize("name", ["open_existing", "status", "set_blocking", "read"])
 def test_a_failing_call_while_reading(name, sample, monkeypatch):
     for code, kind in ((errno.EIO, "io"), (errno.ENOMEM, "memory")):
         monkeypatch.setattr(blockfile, "system", FailingSystem(name, 1, code))

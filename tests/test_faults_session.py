@@ -1,0 +1,527 @@
+"""Whatever call fails in SAVE or RESTORE, the live conversation, the pools and the folder are as they were.
+
+After every failure three checks hold: the conversation goes on with the tokens of a control run, every byte that is
+held is the same, and the folder holds what it held. Each check is shown to fail on a copy of the code that was broken.
+"""
+
+import contextlib
+import errno
+import functools
+import itertools
+import os
+import random
+import shutil
+import signal
+
+import pytest
+
+import blockfile
+import kvcache
+import sessionfile
+import sessionstate
+from engine import FatalError, Session
+from faultlayer import CODES, KINDS, FaultySystem, count, fails, first, installed, no_memory, nothing, short
+from sessionfile import SessionError, SessionReader
+from sessionimages import seal
+from sessionlayout import FRAME_BYTES, HEADER, TRAILER
+from tinyengine import TURN, ask, held, ids, joined, new_session, next_turn, tree
+
+MODEL = "qwen4exp"  # of every kind of layer: recurrent, indexed, n-gram history, drafts
+SMALL_BLOCK = 4096
+MOST_CALLS = 400  # of one save or restore, far more than there are
+
+
+def refusal_of(operation) -> SessionError | None:
+    """What an operation was refused with; every other exception passes through."""
+    try:
+        operation()
+    except SessionError as error:
+        return error
+    return None
+
+
+class Live:
+    """A session that holds one conversation, a file of another one, and what a control run answers next."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.chat, self.spare = folder / "chat.bin", folder.parent / "spare.bin"
+        other = new_session(MODEL)
+        ask(other, ids(25, 7), 5)
+        other.save(str(self.chat))
+        self.old = self.chat.read_bytes()
+        self.restored = held(other)["live"]
+        self.session = new_session(MODEL)
+        self.prompt = joined(TURN, ids(29))
+        self.prompt = next_turn(self.prompt, ask(self.session, self.prompt, 5), 1)
+        self.session.save(str(self.spare))
+        self.new = self.spare.read_bytes()
+        self.expected = self._answer(new_session(MODEL))
+        self.reset()
+
+    def _answer(self, session) -> tuple:
+        reply = ask(session, self.prompt, 4)
+        return reply.tokens, held(session)["live"]
+
+    def reset(self, session=None) -> None:
+        """The conversation live again, as a save left it, and the older file in the folder."""
+        self.session = session or self.session
+        self.session.restore(str(self.spare))
+        for path in self.folder.iterdir():
+            path.unlink()
+        self.chat.write_bytes(self.old)
+
+    def attempt(self, operation) -> SessionError | None:
+        """Run an operation and hold what it left against what it said: a refusal changes nothing at all."""
+        before, files = held(self.session), tree(self.folder)
+        error = refusal_of(operation)
+        if error:
+            assert tree(self.folder) == (files | {"chat.bin": self.new} if error.published else files)
+            self.goes_on(before)
+        return error
+
+    def goes_on(self, before) -> None:
+        """Nothing that is held has changed, and the next turn is that of the control run."""
+        assert held(self.session) == before
+        n_held = self.session.n_tokens
+        assert self._answer(self.session) == self.expected
+        assert self.session.stats()["counters"]["hits"] >= 1
+        assert n_held == len(before["live"][1])
+        self.session.restore(str(self.spare))
+
+    def save(self, **named):
+        self.session.save(str(self.chat), **named)
+
+    def restore(self, **named):
+        self.session.restore(str(self.chat), **named)
+
+
+@pytest.fixture
+def live(tmp_path):
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    return Live(folder)
+
+
+@pytest.fixture(params=["one block", "many blocks"])
+def blocks(request, monkeypatch):
+    if request.param == "many blocks":
+        small_blocks(monkeypatch)
+
+
+def small_blocks(monkeypatch) -> None:
+    """Blocks so small that a file of a tiny model has many."""
+    monkeypatch.setattr(blockfile, "BLOCK_BYTES", SMALL_BLOCK)
+    monkeypatch.setattr(sessionfile, "BLOCK_BYTES", SMALL_BLOCK)
+
+
+def every_call(fault, kind: str, only: str = ""):
+    """A layer for each n, until an operation made fewer than n calls; the operation runs between two of them."""
+    for number in range(1, MOST_CALLS):
+        system = FaultySystem(number, fault, only=only, kind=kind)
+        yield system
+        if not system.met:
+            return
+    raise AssertionError("an operation without end")
+
+
+# --- the n-th call fails
+
+
+def save_under(live, system) -> SessionError | None:
+    def operation():
+        with installed(system):
+            live.save()
+
+    error = live.attempt(operation)
+    if error is None:
+        assert tree(live.folder) == {"chat.bin": live.new}
+        live.goes_on(held(live.session))
+    live.chat.write_bytes(live.old)
+    return error
+
+
+def restore_under(live, system) -> SessionError | FatalError | None:
+    def operation():
+        with installed(system):
+            live.restore()
+
+    try:
+        error = live.attempt(operation)
+    except FatalError as fatal:  # some pools are written: this process would end here
+        live.reset(new_session(MODEL))
+        return fatal
+    if error is None:
+        assert held(live.session)["live"] == live.restored
+        live.reset()
+    return error
+
+
+def failing_saves(live, code: int) -> set[str]:
+    """Let each call of a save fail with `code`; returns the calls that were refused for it."""
+    refused = set()
+    for system in every_call(fails(code), "{} in SAVE fails"):
+        error = save_under(live, system)
+        if error:
+            assert error.kind == KINDS.get(code, "io")
+            assert error.published == (system.met == "flush_folder")
+            refused.add(system.met)
+    return refused
+
+
+def failing_restores(live, code: int) -> set[str]:
+    refused = set()
+    for system in every_call(fails(code), "{} in RESTORE fails"):
+        error = restore_under(live, system)
+        if isinstance(error, FatalError):
+            assert system.met == "read", "nothing else is asked of the system once a pool was written"
+        elif error:
+            assert error.kind == KINDS.get(code, "io")
+        if error:
+            refused.add(system.met)
+    return refused
+
+
+HARMLESS = {"set_direct", "forget"}  # advice and a faster way: without them it goes on
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_save_whose_nth_call_fails(code, live, blocks):
+    always = {"open_folder", "create", "allocate", "start_thread", "write", "flush", "close", "rename"}
+    refused = failing_saves(live, code)
+    assert not refused & HARMLESS
+    if code == errno.EINVAL:  # a direct transfer that is refused is repeated, a folder that cannot be flushed is told
+        always -= {"write"}
+        assert "flush_folder" not in refused
+    assert always <= refused
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_restore_whose_nth_call_fails(code, live, blocks):
+    assert failing_restores(live, code) == {
+        *("open_existing", "status", "set_blocking", "start_thread", "allocate", "read")
+    }
+
+
+def test_a_save_without_memory_and_with_two_faults(live):
+    """MemoryError at each call; and a temporary file that can neither be written nor removed is named."""
+    for system in every_call(no_memory, "{} in SAVE finds no memory", "allocate"):
+        error = save_under(live, system)
+        assert (error.kind if error else "") == ("memory" if system.met else "")
+    for system in every_call(no_memory, "{} in RESTORE finds no memory", "allocate"):
+        error = restore_under(live, system)
+        assert (error.kind if error else "") == ("memory" if system.met else "")
+
+    class Stuck(FaultySystem):
+        def unlink(self, folder, name):
+            count("unlink after a failed SAVE fails")
+            raise OSError(errno.EIO, "no unlink")
+
+    before = held(live.session)
+    with installed(Stuck(1, fails(errno.ENOSPC), only="write")), pytest.raises(SessionError) as caught:
+        live.save()
+    (left,) = {path.name for path in live.folder.iterdir()} - {"chat.bin"}
+    assert left in str(caught.value)
+    assert live.chat.read_bytes() == live.old
+    live.goes_on(before)
+
+
+def test_no_thread_can_be_started(live, monkeypatch):
+    """As the system has it: the thread's own start fails."""
+
+    def refuse(thread):
+        count("thread start fails")
+        raise RuntimeError("can't start new thread")
+
+    for operation in (live.save, live.restore):
+        with monkeypatch.context() as patched:
+            patched.setattr("threading.Thread.start", refuse)
+
+            def tried(operation=operation):
+                try:
+                    operation()
+                finally:
+                    patched.undo()
+
+            error = live.attempt(tried)
+        assert error.kind == "memory"
+        assert "can't start new thread" in str(error)
+
+
+# --- transfers that do less than they were asked
+
+
+@pytest.mark.parametrize("fault", [short, nothing])
+def test_a_write_that_does_less(fault, live, blocks):
+    for system in every_call(fault, f"{{}} in SAVE is {fault.__name__}", "write"):
+        error = save_under(live, system)
+        assert (error.kind if error else "") == ("io" if fault is nothing and system.met else "")
+
+
+@pytest.mark.parametrize("fault", [short, nothing])
+def test_a_read_that_does_less(fault, live, blocks):
+    for system in every_call(fault, f"{{}} in RESTORE is {fault.__name__}", "read"):
+        error = restore_under(live, system)
+        if fault is short or not system.met:
+            assert error is None
+        else:
+            assert "became shorter" in str(error)
+
+
+def test_signals_while_saving_and_restoring(live):
+    """A real timer interrupts the calls of both, again and again."""
+    n_signals = 0
+
+    def note(*_):
+        nonlocal n_signals
+        n_signals += 1
+
+    previous = signal.signal(signal.SIGALRM, note)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        for _ in range(8):
+            live.save()
+            assert live.chat.read_bytes() == live.new
+            live.restore()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert n_signals
+    count("signal during SAVE and RESTORE", n_signals)
+    live.goes_on(held(live.session))
+
+
+# --- a file that is changed, cut, grown, replaced or removed at any moment of a restore
+
+
+def change(path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def cut(path) -> None:
+    os.truncate(path, path.stat().st_size // 3)
+
+
+def grow(path) -> None:
+    with open(path, "ab") as file:
+        file.write(bytes(5000))
+
+
+def replace(path) -> None:
+    shutil.copy(path, path.with_suffix(".new"))
+    change(path.with_suffix(".new"))
+    os.replace(path.with_suffix(".new"), path)
+
+
+def remove(path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def changes_at_every_call(live, action) -> set[str]:
+    """Do something to the file before the n-th call of a restore; returns what came of it."""
+    outcomes = set()
+    action_name = action.__name__
+    for system in every_call(first(lambda: action(live.chat)), f"RESTORE's file: {action_name}"):
+        before = held(live.session)
+        try:
+            with installed(system):
+                live.restore()
+            outcomes.add("restored")
+            assert held(live.session)["live"] == live.restored
+            live.reset()
+        except SessionError as error:
+            outcomes.add(error.kind)
+            live.goes_on(before)
+        except FatalError:
+            outcomes.add("fatal")
+            live.reset(new_session(MODEL))
+        live.reset()
+    return outcomes
+
+
+@pytest.mark.parametrize("action", [change, cut, grow, replace, remove])
+def test_a_file_in_one_block_that_changes_never_reaches_the_pools(action, live):
+    outcomes = changes_at_every_call(live, action)
+    assert {"restored"} < outcomes <= {"restored", "invalid", "io"}
+
+
+@pytest.mark.parametrize("action", [change, cut, grow, replace, remove])
+def test_a_file_in_many_blocks_that_changes(action, live, monkeypatch):
+    """A change in a later block can come when earlier ones are in the pools already: then the process must end."""
+    small_blocks(monkeypatch)
+    outcomes = changes_at_every_call(live, action)
+    assert {"restored", "fatal"} <= outcomes if action in (change, cut) else "fatal" not in outcomes
+
+
+# --- a pool that refuses bytes
+
+
+def pool_writes(live, monkeypatch, target) -> int:
+    """Let each write of one kind of sink fail; returns how many there were."""
+    write = target.write
+    for place in itertools.count(1):
+        calls = itertools.count(1)
+        met = False
+
+        def broken(self, part, offset, data, place=place, calls=calls):
+            nonlocal met
+            if next(calls) == place:
+                met = True
+                count("write to a pool fails")
+                raise RuntimeError("the pool is broken")
+            write(self, part, offset, data)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(target, "write", broken)
+            try:
+                live.restore()
+                said = ""
+            except FatalError as error:
+                said = str(error)
+        assert bool(said) == met, "a pool refused bytes, and nobody was told"
+        assert not met or ("after the conversation was overwritten" in said and "the pool is broken" in said)
+        live.reset(new_session(MODEL))
+        if not met:
+            return place - 1
+    raise AssertionError
+
+
+@pytest.mark.parametrize("target", [kvcache.PoolWindow, sessionstate.StateSink])
+def test_every_write_to_a_pool_that_fails_is_fatal(target, live, blocks, monkeypatch):
+    assert pool_writes(live, monkeypatch, target) >= 4
+
+
+# --- damage, also behind recomputed checksums
+
+
+def damage(live, data: bytes) -> SessionError | None:
+    count("damaged file restored")
+    live.chat.unlink()  # a new file: one that is cut and written again costs a flush on some file systems
+    live.chat.write_bytes(data)
+    before = held(live.session)
+    error = refusal_of(live.restore)
+    if error:
+        assert error.kind == "invalid"
+        assert held(live.session) == before
+    else:
+        live.session.restore(str(live.spare))
+    return error
+
+
+def test_a_damaged_file_changes_nothing(live):
+    draw = random.Random(1)
+    size = len(live.old)
+    for _ in range(150):
+        spoiled = bytearray(live.old)
+        spoiled[draw.randrange(size)] ^= draw.randrange(1, 256)
+        assert damage(live, bytes(spoiled))
+        assert damage(live, live.old[: draw.randrange(size)])
+    live.goes_on(held(live.session))
+
+
+def test_damage_behind_recomputed_checksums_is_refused_or_fits(live):
+    """A file with sound checksums and wrong contents: refused, or every size of it fits and it can go on."""
+    draw = random.Random(2)
+    structure = [*range(HEADER.size, HEADER.size + 400), *range(len(live.old) - 400, len(live.old) - TRAILER.size)]
+    outcomes = set()
+    for _ in range(200):
+        spoiled = bytearray(live.old)
+        at = draw.choice(structure) if draw.random() < 0.7 else draw.randrange(HEADER.size, len(live.old) - 16)
+        spoiled[at : at + 8] = draw.choice((bytes(8), b"\xff" * 8, draw.randbytes(8)))
+        outcomes.add(damage(live, seal(spoiled[: len(live.old)])) is None)
+    assert outcomes == {True, False}
+    assert len(live.old) > FRAME_BYTES + 800
+    live.goes_on(held(live.session))
+
+
+# --- a broken copy of the code is found by each of these
+
+
+def broken_writer(monkeypatch):
+    """Writes over the old file, without a temporary one."""
+
+    def create(self, folder, name):
+        target = ".".join(name.split(".")[1:-2])
+        return os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=folder)
+
+    monkeypatch.setattr(blockfile.PosixSystem, "create", create)
+    monkeypatch.setattr(blockfile.PosixSystem, "rename", lambda *arguments: None)
+    monkeypatch.setattr(blockfile.PosixSystem, "unlink", lambda *arguments: None)
+
+
+def broken_discard(monkeypatch):
+    """Leaves its temporary file behind."""
+    monkeypatch.setattr(blockfile.BlockWriter, "_discard", blockfile.BlockWriter._close)
+
+
+def broken_restore(monkeypatch):
+    """Forgets the live conversation before the file was looked at."""
+    restore = Session.restore
+
+    @functools.wraps(restore)
+    def eager(self, path, **named):
+        self.erase()
+        return restore(self, path, **named)
+
+    monkeypatch.setattr(Session, "restore", eager)
+
+
+def broken_close(monkeypatch):
+    """Takes a close that failed behind a finished restore for a refusal."""
+    monkeypatch.setattr(blockfile, "_close_read", lambda descriptor: blockfile.system.close(descriptor))
+
+
+def broken_ledger(monkeypatch):
+    """Hands blocks to the pools without holding them against the first pass."""
+    monkeypatch.setattr(SessionReader, "_voucher", lambda self: lambda block: None)
+
+
+def broken_feed(monkeypatch):
+    """Swallows what a pool raises."""
+
+    def feed(self, pieces, sink, part):
+        done = 0
+        for piece in pieces:
+            with contextlib.suppress(Exception):
+                sink.write(part, done, piece)
+            done += piece.size
+
+    monkeypatch.setattr(SessionReader, "_feed", feed)
+
+
+def broken_short_write(monkeypatch):
+    """Takes a write of a part for a whole one."""
+
+    def write(self, data, offset):
+        blockfile.system.write(self._descriptor, data, offset)
+
+    monkeypatch.setattr(blockfile.BlockWriter, "_write", write)
+
+
+def broken_validation(monkeypatch):
+    """Lets contents through that do not fit."""
+    monkeypatch.setattr(sessionstate, "validate", lambda *arguments: None)
+    monkeypatch.setattr(sessionfile, "_check_trailer", lambda source, payload_hash: payload_hash)
+
+
+FOUND = [
+    (broken_writer, lambda live, patch: failing_saves(live, errno.ENOSPC)),
+    (broken_discard, lambda live, patch: failing_saves(live, errno.ENOSPC)),
+    (broken_restore, lambda live, patch: failing_restores(live, errno.EIO)),
+    (broken_close, lambda live, patch: failing_restores(live, errno.EIO)),
+    (broken_ledger, lambda live, patch: test_a_file_in_one_block_that_changes_never_reaches_the_pools(change, live)),
+    (broken_feed, lambda live, patch: pool_writes(live, patch, kvcache.PoolWindow)),
+    (broken_short_write, lambda live, patch: test_a_write_that_does_less(short, live, None)),
+    (broken_validation, lambda live, patch: test_a_damaged_file_changes_nothing(live)),
+]
+
+
+@pytest.mark.parametrize(("breaks", "trial"), FOUND, ids=[breaks.__name__ for breaks, _ in FOUND])
+def test_a_broken_copy_is_found(breaks, trial, live, monkeypatch):
+    breaks(monkeypatch)
+    with pytest.raises((AssertionError, FatalError)):
+        trial(live, monkeypatch)
