@@ -179,6 +179,15 @@ def gather_rows(weights, ids, out):
 
 
 @cuda.jit(device=True)
+def _fma4(w0, w1, w2, w3, x, token, k, total):
+    """Four columns of a token on top of its sum, in their order."""
+    total = cuda.fma(w0, x[token, k], total)
+    total = cuda.fma(w1, x[token, k + 1], total)
+    total = cuda.fma(w2, x[token, k + 2], total)
+    return cuda.fma(w3, x[token, k + 3], total)
+
+
+@cuda.jit(device=True)
 def _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, first, step):
     """Row `row` of the group at byte `at` times one token, over the column blocks first, first + step, ..."""
     total = np.float32(0)
@@ -190,19 +199,8 @@ def _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, first, 
                 scale, offset = _scale(kind, data, halves, start, block, quad >> 2, row)
             w0, w1, w2, w3 = _quad(kind, words, halves, floats, start, block, quad, row, scale, offset)
             k = block * BLOCK + 4 * quad
-            total = cuda.fma(w0, x[token, k], total)
-            total = cuda.fma(w1, x[token, k + 1], total)
-            total = cuda.fma(w2, x[token, k + 2], total)
-            total = cuda.fma(w3, x[token, k + 3], total)
+            total = _fma4(w0, w1, w2, w3, x, token, k, total)
     return total
-
-
-@cuda.jit(device=True)
-def _fma4(w0, w1, w2, w3, x, token, k, total):
-    total = cuda.fma(w0, x[token, k], total)
-    total = cuda.fma(w1, x[token, k + 1], total)
-    total = cuda.fma(w2, x[token, k + 2], total)
-    return cuda.fma(w3, x[token, k + 3], total)
 
 
 @cuda.jit(device=True)
@@ -232,7 +230,7 @@ def _dot_8(kind, data, words, halves, floats, at, n_cols, x, token, last, row, f
 
 
 @cuda.jit(device=True)
-def _write_sums(partial, lanes, slices, tile, group, n_rows, first, n, out):
+def _write_sums(partial, slices, group, n_rows, first, n, out):
     """Sum the slices of a row group in order and write out[first + t, row] for t < n; partial [tile][slice][16]."""
     for item in range(cuda.threadIdx.x, n * ROWS, cuda.blockDim.x):
         t, row = item // ROWS, item % ROWS
@@ -258,7 +256,7 @@ def _matmul_1_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_c
         partial[part * ROWS + row] = _dot_1(kind, data, words, halves, floats, group * group_bytes, n_cols, x, token,
                                             row, part, slices)
     cuda.syncthreads()
-    _write_sums(partial, lanes, slices, 1, group, n_rows, token, 1, out)
+    _write_sums(partial, slices, group, n_rows, token, 1, out)
 
 
 @cuda.jit
@@ -281,7 +279,7 @@ def _matmul_8_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_c
         partial[at + 6 * step] = a6
         partial[at + 7 * step] = a7
     cuda.syncthreads()
-    _write_sums(partial, lanes, slices, TILE, group, n_rows, token, min(TILE, x.shape[0] - token), out)
+    _write_sums(partial, slices, group, n_rows, token, min(TILE, x.shape[0] - token), out)
 
 
 def matmul(weights, x, out):
@@ -325,7 +323,7 @@ def _expert_1_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_c
                                                 slices)
     cuda.syncthreads()
     if expert >= 0:
-        _write_sums(partial, lanes, slices, 1, group, n_rows, token, 1, out)
+        _write_sums(partial, slices, group, n_rows, token, 1, out)
 
 
 @cuda.jit
@@ -352,7 +350,7 @@ def _expert_8_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_c
             partial[at + 7 * step] = a7
     cuda.syncthreads()
     if expert >= 0:
-        _write_sums(partial, lanes, slices, TILE, group, n_rows, token, min(TILE, offsets[expert + 1] - token), out)
+        _write_sums(partial, slices, group, n_rows, token, min(TILE, offsets[expert + 1] - token), out)
 
 
 def expert_matmul(weights, x, offsets, out):

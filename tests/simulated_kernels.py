@@ -12,6 +12,7 @@ from cudasim import small_blocks
 import pathlib
 import sys
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
@@ -62,3 +63,24 @@ def test_odd_numbers_of_heads(kv_heads, group, head_dim, monkeypatch):
 
 def test_the_simulator_is_on():
     assert cudasim.config.ENABLE_CUDASIM
+
+
+def test_a_product_has_the_same_bits_in_any_company(monkeypatch):
+    small_blocks(monkeypatch, 32)
+    rng = np.random.default_rng(0)
+    weights, x = cuda_cases.pack(kernels_cuda, rng, "Q4_0", 1, 5, 96), cuda_cases.normal(rng, 11, 96)
+    together = cuda_cases.into(kernels_cuda, kernels_cuda.matmul, (11, 5), weights, x)[0]
+    for token in range(11):
+        alone = cuda_cases.into(kernels_cuda, kernels_cuda.matmul, (1, 5), weights, x[token : token + 1])[0]
+        np.testing.assert_array_equal(alone[0], together[token])
+
+
+def test_attention_has_the_same_bits_however_its_segments_are_spread(monkeypatch):
+    """Two segments: one block each for a single token, one after the other for five."""
+    small_blocks(monkeypatch, 8)
+    given = cuda_cases.SMALL._replace(n=270, kv_heads=1, group=1, head_dim=32)
+    case = next(case for case in cuda_cases.CASES if case.name == "attention[fp16]")
+    alone, together = cuda_cases.run_case(case, kernels_cuda, given)
+    np.testing.assert_array_equal(alone[0], together[-1])
+    expected = cuda_cases.run_case(case, kernels_cpu, given)
+    assert cuda_cases.largest_error(expected, [alone, together], case.tolerance) <= case.tolerance

@@ -18,6 +18,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
 
 import cuda_cases
+import gpu_check
 
 import cudapools
 import kernels_cuda as ops
@@ -282,3 +283,11 @@ def test_bytes_written_in_pieces_are_the_pools(n_slots, monkeypatch):
     source, layer = Layer(None).append(keys(21), 0), Layer(n_slots)
     layer.restore(source, 21)
     assert layer.bytes(21) == source.bytes(21)
+
+
+def test_the_session_check_for_a_device_passes(monkeypatch, tmp_path):
+    """tools/gpu_check.py, on a file of some kilobytes."""
+    monkeypatch.setattr(gpu_check, "LAYER", {"heads": 2, "kv_heads": 1, "head_dim": 64})
+    rows = gpu_check.check_sessions(str(tmp_path), 50_000, 8)
+    assert [row["mode"] for row in rows] == ["resident", "streamed", "ring"]
+    assert all(row["ok"] and row["bytes"] > 40_000 for row in rows)

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 SMALL = Sizes(1)
-REAL = Sizes(64, columns=2560, rows=2048, group=12, head_dim=256, state=128, experts=64, vocab=248_320)
+REAL = Sizes(64, columns=2560, rows=2048, group=12, head_dim=256, state=128, experts=16, vocab=248_320)
 MANY_CELLS = 4099  # for what reads a long conversation: several segments of attention
 
 
@@ -244,11 +244,11 @@ def append_cells(ops, rng, s: Sizes, name: str):
 
 @case(1e-5, name=STORAGES)
 def attention(ops, rng, s: Sizes, name: str):
-    """The last token alone, then the last nine together, over n cells."""
+    """The last token alone, then the last five together, over n cells."""
     storages, results = STORAGES[name], []
     pools = layer_cells(ops, s, storages, s.n)
     fill(ops, rng, storages, pools, 0, (s.n, s.kv_heads, s.head_dim))
-    q = normal(rng, min(s.n, 9), s.kv_heads * s.group, s.head_dim) * 2
+    q = normal(rng, min(s.n, 5), s.kv_heads * s.group, s.head_dim) * 2
     for queries in (q[-1:], q):
         results += into(ops, lambda q, out: ops.attention(
             *storages, pools[0], pools[1], pools[2], pools[3], q, s.n - q.shape[0], np.float32(s.head_dim**-0.5), out
@@ -322,7 +322,7 @@ def push_rows(ops, rng, s: Sizes):
 
 @case(1e-5, grouped=(False, True))
 def delta_net(ops, rng, s: Sizes, grouped: bool):
-    k_heads, v_heads, size = 2, 6, s.state
+    k_heads, v_heads, size = 2, 4, s.state
     n_tokens = min(s.n, 33)
     mixed = normal(rng, n_tokens, (2 * k_heads + v_heads) * size)
     alpha, beta = normal(rng, n_tokens, v_heads), normal(rng, n_tokens, v_heads)

@@ -175,10 +175,11 @@ def new_layer(name: str, n_cells: int, residency=None) -> LayerPool:
     """Pools of one layer, filled with random cells."""
     cell_format = FORMATS[name]
     pool = LayerPool(_shape(cell_format, 1, n_cells), cell_format, 0, ops, residency)
-    rng, chunk = np.random.default_rng(2), 4096
+    chunk = min(n_cells, 4096)
+    cells = cuda_cases.normal(np.random.default_rng(2), chunk, LAYER["kv_heads"], LAYER["head_dim"])
     for first in range(0, n_cells, chunk):
-        shape = (min(chunk, n_cells - first), LAYER["kv_heads"], LAYER["head_dim"])
-        x = ops.from_host(cuda_cases.normal(rng, *shape))
+        # Turned, since a cell in another's place would not be noticed if all chunks were the same.
+        x = ops.from_host(np.roll(cells, first // chunk, axis=2)[: n_cells - first])
         ops.append_cells(cell_format.k_storage, x, first, pool.k, pool.k_scale)
         ops.append_cells(cell_format.v_storage, x, first, pool.v, pool.v_scale)
     return pool
