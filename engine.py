@@ -160,11 +160,14 @@ class Engine:
             path = options.model or embedded_model()
         except GgufError as error:
             raise ModelError(str(error)) from error
-        name, operations = _choose_backend(options, log)
+        notes: list[str] = []
+        name, operations = _choose_backend(options, notes.append)
         try:
             file = load_model(path, operations, log, round_x=options.activations == "int8")
         except operations.DEVICE_ERRORS as error:
             raise ModelError(f"the weights do not fit the device ({error}): use --backend cpu") from error
+        for note in notes:  # not before a model that cannot be used has had its one line
+            log(note)
         if name == "cuda":
             _check_widths(operations, file.config)
         return cls(options, file, (name, operations), log)

@@ -64,7 +64,7 @@ def serve(
 ) -> int:
     """Load the engine, carry out the verbs of stdin until QUIT, its end or a signal, and return the exit code.
 
-    Raises model.ModelError where the engine cannot be loaded; nothing is on stdout then.
+    Raises engine.ModelError where the engine cannot be loaded; nothing is on stdout then.
     """
     stdin = _unbuffered(stdin or sys.stdin.buffer)
     answers = Answers(_unbuffered(stdout or sys.stdout.buffer))

@@ -177,8 +177,8 @@ class Team:
         control = self.control
         while True:
             self._assist(control)
-            # Cleared before the look at END, which is set before the event, and then set again for the other helpers, of
-            # which one may have looked earlier and wait later: so none can sleep through the end.
+            # Cleared before the look at END, which is set before the event, and then set again for the other helpers,
+            # of which one may have looked earlier and wait later: so none can sleep through the end.
             self._work.clear()
             if control[END]:
                 self._work.set()

@@ -15,9 +15,9 @@ import threading
 
 import numpy as np
 import pytest
-from engine import Done, FatalError, PromptProgress, RequestError, Resume, Reused, SamplingOptions, Token
 
 import serveloop
+from engine import Done, FatalError, PromptProgress, RequestError, Resume, Reused, SamplingOptions, Token
 from serveloop import Answers, Commands, LineSplitter, Loop, allowance_s, parse_gen
 from sessionfile import SessionError
 
