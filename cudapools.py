@@ -431,7 +431,11 @@ class _Staging:
 
 
 _STAGING = _Staging()
-forget_copies = _STAGING.forget
+
+
+def forget_copies() -> None:
+    """Called before cells change: a copy that was started early would hold the old ones."""
+    _STAGING.forget()
 
 
 def _flat(array):

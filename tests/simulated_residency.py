@@ -160,14 +160,13 @@ def test_what_is_read_is_brought_in_and_stays():
 
 def test_clock_spares_what_was_read_since_the_hand_passed():
     layer = Layer(3).append(keys(40), 0)
-    layer.chosen(queries(1), 39, [[0, 1, 9]])  # every reference bit set
-    layer.chosen(queries(1), 39, [[2, 9]])  # one round takes the bits away, then a victim that is not page 9
-    survivor = [page for page in (0, 1) if table(layer)[page] >= 0]
-    assert len(survivor) == 1
-    layer.chosen(queries(1), 39, [[2, 9]])
-    layer.chosen(queries(1), 39, [[3, 9]])
-    assert table(layer)[survivor[0]] == -1  # page 2 was read since, the survivor was not
-    assert np.flatnonzero(table(layer) >= 0).tolist() == [2, 3, 9]
+    layer.chosen(queries(1), 39, [[0, 1, 2]])  # every reference bit set
+    layer.chosen(queries(1), 39, [[3]])  # one round takes the bits away, the next finds a victim
+    hand, pages = ops.to_host(layer.map.counters)[cudapools.HAND], ops.to_host(layer.map.slot_page)
+    at_hand = int(pages[hand])
+    layer.chosen(queries(1), 39, [[at_hand]])
+    layer.chosen(queries(1), 39, [[5]])
+    assert np.flatnonzero(table(layer) >= 0).tolist() == sorted([3, at_hand, 5])
 
 
 def test_more_pages_than_slots_are_counted_and_read_in_place():
@@ -242,12 +241,27 @@ def test_a_ring_that_is_rewound_goes_on():
     np.testing.assert_array_equal(layer.dense(q, 21), plain.chosen(q, 21, [[3, 4, 5]]))
 
 
+def test_a_ring_takes_back_a_page_that_discarded_cells_had_pushed_out():
+    layer, plain = Layer(1, ring=True).append(keys(6), 0), Layer(None).append(keys(6), 0)
+    for part in (layer, plain):
+        part.append(keys(4, seed=2), 6)  # page 2 takes the place of page 1, and then only one of these cells is kept
+        part.append(keys(1, seed=3), 7)
+    assert consistent(layer, 8)
+    q = queries(1)
+    np.testing.assert_array_equal(layer.dense(q, 7), plain.chosen(q, 7, [[1]]))
+
+
 # --- copies
 
 
-def test_bytes_read_in_pieces_are_those_of_the_pool(monkeypatch):
+def small_buffers(monkeypatch) -> None:
+    """Staging buffers of 64 bytes, for this test alone."""
     monkeypatch.setattr(cudapools, "STAGE_BYTES", 64)
-    cudapools._STAGING.__init__()
+    monkeypatch.setattr(cudapools, "_STAGING", cudapools._Staging())
+
+
+def test_bytes_read_in_pieces_are_those_of_the_pool(monkeypatch):
+    small_buffers(monkeypatch)
     data = np.random.default_rng(0).integers(0, 256, (5, 2, 4, 10), np.uint8)
     array, found = ops.from_host(data), np.empty(data.size, np.uint8)
     for first, last in ((0, 1), (1, 150), (150, 151), (151, 300), (300, 400)):
@@ -256,8 +270,7 @@ def test_bytes_read_in_pieces_are_those_of_the_pool(monkeypatch):
 
 
 def test_a_copy_that_was_started_early_is_not_used_after_a_write(monkeypatch):
-    monkeypatch.setattr(cudapools, "STAGE_BYTES", 64)
-    cudapools._STAGING.__init__()
+    small_buffers(monkeypatch)
     array, found = ops.from_host(np.arange(200, dtype=np.uint8)), np.empty(64, np.uint8)
     ops.read_bytes(array, 0, found)  # starts on bytes 64..127
     ops.write_bytes(array, 64, np.full(64, 9, np.uint8))
@@ -266,8 +279,7 @@ def test_a_copy_that_was_started_early_is_not_used_after_a_write(monkeypatch):
 
 
 def test_a_copy_that_was_started_early_is_not_used_after_an_append(monkeypatch):
-    monkeypatch.setattr(cudapools, "STAGE_BYTES", 64)
-    cudapools._STAGING.__init__()
+    small_buffers(monkeypatch)
     layer = Layer(None).append(keys(8), 0)
     codes, found = layer.pool.k, np.empty(64, np.uint8)
     ops.read_bytes(codes, 0, found)
@@ -278,8 +290,7 @@ def test_a_copy_that_was_started_early_is_not_used_after_an_append(monkeypatch):
 
 @pytest.mark.parametrize("n_slots", [None, 3])
 def test_bytes_written_in_pieces_are_the_pools(n_slots, monkeypatch):
-    monkeypatch.setattr(cudapools, "STAGE_BYTES", 64)
-    cudapools._STAGING.__init__()
+    small_buffers(monkeypatch)
     source, layer = Layer(None).append(keys(21), 0), Layer(n_slots)
     layer.restore(source, 21)
     assert layer.bytes(21) == source.bytes(21)
