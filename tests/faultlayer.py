@@ -105,7 +105,7 @@ class FaultySystem(blockfile.PosixSystem):
             if not self._left:
                 self.met = name
                 if self._kind:
-                    count(self._kind.format(name))
+                    count(self._kind)
                 return self._fault(method, arguments)
         return method(*arguments)
 

@@ -61,7 +61,7 @@ def outcomes(path, data: bytes, numbers: list[Number]) -> set[bool]:
     found = set()
     for number in numbers:
         for value in HOSTILE[number.size]:
-            count("hostile number in a GGUF file")
+            count("a hostile or damaged model file")
             broken = bytearray(data)
             broken[number.offset : number.offset + number.size] = value.to_bytes(number.size, "little")
             path.write_bytes(broken)
@@ -89,7 +89,7 @@ def test_tensors_that_share_their_bytes_or_have_none(tmp_path, bounded_memory): 
     places = [numbers[-1].offset for numbers in (entries(bytes(data), [tensor.name]) for tensor in tensors)]
     offsets = [struct.unpack_from("<Q", data, place)[0] for place in places]
     for moved in ([0] * len(offsets), offsets[1:] + offsets[:1], [len(data)] * len(offsets)):
-        count("hostile number in a GGUF file", len(offsets))
+        count("a hostile or damaged model file", len(offsets))
         broken = bytearray(data)
         for place, offset in zip(places, moved, strict=True):
             struct.pack_into("<Q", broken, place, offset)

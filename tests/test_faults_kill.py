@@ -63,7 +63,7 @@ def written(tmp_path_factory):
 def test_a_save_killed_at_every_call(tmp_path, written):
     seen = []
     for folder in killed(tmp_path, "safe"):
-        count("kill -9 in SAVE")
+        count("kill -9 at a call in SAVE")
         seen.append(check(folder, *written))
         present = tree(folder)
         assert sweep(str(folder)) == 0, "what is young may belong to a save that runs"

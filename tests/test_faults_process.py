@@ -48,7 +48,7 @@ def test_a_pool_that_breaks_ends_the_engine_and_the_front_starts_another(tmp_pat
         message = refused(front.slot("restore", "a.bin"), 500)
         assert "the pool is broken" in message
         assert not front.marker.exists()
-        count("engine ended by FATAL behind the front")
+        count("a pool refuses bytes")
         assert front.held() == 0
         assert front.get("/health").status_code == 200
         assert front.post("/load").status_code == 200
@@ -81,7 +81,7 @@ def test_a_pool_that_breaks_ends_the_process_with_1(tmp_path):
     assert "the pool is broken" in last
     assert (tmp_path / "saved" / "a.bin").read_bytes() == good
     assert os.listdir(tmp_path / "saved") == ["a.bin"]
-    count("engine ended by FATAL")
+    count("a pool refuses bytes")
     sound = talk("RESTORE a.bin\n" + gen(ids(40)))
     assert sound.returncode == 0
     assert b"RESTORED 55 " in sound.stdout
@@ -101,7 +101,7 @@ def test_an_engine_that_cannot_be_started_again(code, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
 
             async def refuse(*arguments, **named):
-                count("fork or pipe fails")
+                count("fork or pipe fails as the engine is to start")
                 raise OSError(code, os.strerror(code))
 
             patched.setattr(asyncio, "create_subprocess_exec", refuse)
@@ -146,10 +146,10 @@ def test_stdin_made_to_hurt(engine):
     engine.stdin.flush()
     assert engine.stdout.readline().startswith(b"ERR the line is longer than 64 MiB")
     assert peak_mib(engine) - before < MOST_RISE_MIB
-    count("hostile stdin", 2)
+    count("hostile bytes on stdin", 2)
     for byte in gen(ids(20), 4).encode() + b"STATS\n":
         os.write(engine.stdin.fileno(), bytes([byte]))
-        count("hostile stdin")
+        count("hostile bytes on stdin")
     os.write(engine.stdin.fileno(), b"\xff\xfe\n\0\nSAVE \xc3\n\r\nSTATS\r\nSTATS\n" + gen(ids(20), 4).encode()[:-1])
     engine.stdin.close()
     lines = engine.stdout.read().decode().splitlines()
@@ -157,7 +157,7 @@ def test_stdin_made_to_hurt(engine):
     words = [line.split()[0] for line in lines]
     terminal = [word for word in words if word in ("DONE", "ERR", "STATS")]
     assert terminal == ["DONE", "STATS", *["ERR"] * 4, "STATS", "STATS", "DONE"]
-    count("hostile stdin", 5)
+    count("hostile bytes on stdin", 5)
     tokens = [int(line[2:]) for line in lines if line.startswith("T ")]
     assert tokens[:4] == tokens[4:] == ask(new_session("qwen4exp"), ids(20), 4).tokens
 
@@ -168,7 +168,7 @@ def test_half_a_command_and_the_end_of_input_do_nothing(engine, tmp_path):
     assert b"the path may be cut; not done" in engine.stdout.read()
     assert engine.wait(PATIENCE_S) == 0
     assert not list((tmp_path / "saved").iterdir())
-    count("hostile stdin")
+    count("hostile bytes on stdin")
 
 
 def test_a_reader_without_a_limit_is_found(monkeypatch):

@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 
+import numpy as np
 import pytest
 
 import blockfile
@@ -24,10 +25,12 @@ from faultlayer import CODES, KINDS, FaultySystem, count, fails, first, installe
 from sessionfile import SessionError, SessionReader
 from sessionimages import seal
 from sessionlayout import FRAME_BYTES, HEADER, TRAILER
+from test_weights import bounded_memory  # noqa: F401
 from tinyengine import TURN, ask, held, ids, joined, new_session, next_turn, tree
 
 MODEL = "qwen4exp"  # of every kind of layer: recurrent, indexed, n-gram history, drafts
 SMALL_BLOCK = 4096
+CHANGED = "the file is changed, cut, grown, replaced, removed or made a link during RESTORE"
 MOST_CALLS = 400  # of one save or restore, far more than there are
 
 
@@ -160,7 +163,7 @@ def restore_under(live, system) -> SessionError | FatalError | None:
 def failing_saves(live, code: int) -> set[str]:
     """Let each call of a save fail with `code`; returns the calls that were refused for it."""
     refused = set()
-    for system in every_call(fails(code), "{} in SAVE fails"):
+    for system in every_call(fails(code), "a call in SAVE fails"):
         error = save_under(live, system)
         if error:
             assert error.kind == KINDS.get(code, "io")
@@ -171,7 +174,7 @@ def failing_saves(live, code: int) -> set[str]:
 
 def failing_restores(live, code: int) -> set[str]:
     refused = set()
-    for system in every_call(fails(code), "{} in RESTORE fails"):
+    for system in every_call(fails(code), "a call in RESTORE fails"):
         error = restore_under(live, system)
         if isinstance(error, FatalError):
             assert system.met == "read", "nothing else is asked of the system once a pool was written"
@@ -205,16 +208,16 @@ def test_a_restore_whose_nth_call_fails(code, live, blocks):
 
 def test_a_save_without_memory_and_with_two_faults(live):
     """MemoryError at each call; and a temporary file that can neither be written nor removed is named."""
-    for system in every_call(no_memory, "{} in SAVE finds no memory", "allocate"):
+    for system in every_call(no_memory, "an allocation fails", "allocate"):
         error = save_under(live, system)
         assert (error.kind if error else "") == ("memory" if system.met else "")
-    for system in every_call(no_memory, "{} in RESTORE finds no memory", "allocate"):
+    for system in every_call(no_memory, "an allocation fails", "allocate"):
         error = restore_under(live, system)
         assert (error.kind if error else "") == ("memory" if system.met else "")
 
     class Stuck(FaultySystem):
         def unlink(self, folder, name):
-            count("unlink after a failed SAVE fails")
+            count("a call in SAVE fails")
             raise OSError(errno.EIO, "no unlink")
 
     before = held(live.session)
@@ -226,11 +229,62 @@ def test_a_save_without_memory_and_with_two_faults(live):
     live.goes_on(before)
 
 
+ALLOCATING = ("empty", "empty_like", "array", "ascontiguousarray")
+
+
+def under_short_memory(monkeypatch, operation, at: int) -> tuple[Exception | None, bool]:
+    """Run an operation whose at-th array cannot be allocated; returns what it raised, and whether it came so far."""
+    calls, met = itertools.count(1), False
+
+    def scarce(real):
+        def allocate(*arguments, **named):
+            nonlocal met
+            if next(calls) == at:
+                met = True
+                count("an allocation fails")
+                raise MemoryError
+            return real(*arguments, **named)
+
+        return allocate
+
+    raised = None
+    with monkeypatch.context() as patched:
+        for name in ALLOCATING:
+            patched.setattr(np, name, scarce(getattr(np, name)))
+        try:
+            operation()
+        except Exception as error:
+            raised = error
+    return raised, met
+
+
+@pytest.mark.parametrize("verb", ["save", "restore"])
+def test_an_array_that_cannot_be_allocated(verb, live, blocks, monkeypatch):
+    """Refused; but the last two of a restore, the token ids of what is in the pools already, end the process."""
+    ends = []
+    for at in range(1, MOST_CALLS):
+        before, files = held(live.session), tree(live.folder)
+        error, met = under_short_memory(monkeypatch, getattr(live, verb), at)
+        if not met:
+            break
+        if isinstance(error, SessionError):
+            assert error.kind == "memory"
+            assert tree(live.folder) == files
+            live.goes_on(before)
+        else:
+            ends.append(type(error))
+            live.reset(new_session(MODEL))
+    assert error is None
+    assert at > 4
+    assert ends == ([MemoryError] * 2 if verb == "restore" else [])
+    live.reset()
+
+
 def test_no_thread_can_be_started(live, monkeypatch):
     """As the system has it: the thread's own start fails."""
 
     def refuse(thread):
-        count("thread start fails")
+        count("a thread cannot be started")
         raise RuntimeError("can't start new thread")
 
     for operation in (live.save, live.restore):
@@ -253,14 +307,14 @@ def test_no_thread_can_be_started(live, monkeypatch):
 
 @pytest.mark.parametrize("fault", [short, nothing])
 def test_a_write_that_does_less(fault, live, blocks):
-    for system in every_call(fault, f"{{}} in SAVE is {fault.__name__}", "write"):
+    for system in every_call(fault, "a write in SAVE takes a part or nothing", "write"):
         error = save_under(live, system)
         assert (error.kind if error else "") == ("io" if fault is nothing and system.met else "")
 
 
 @pytest.mark.parametrize("fault", [short, nothing])
 def test_a_read_that_does_less(fault, live, blocks):
-    for system in every_call(fault, f"{{}} in RESTORE is {fault.__name__}", "read"):
+    for system in every_call(fault, "a read in RESTORE gives a part or nothing", "read"):
         error = restore_under(live, system)
         if fault is short or not system.met:
             assert error is None
@@ -287,7 +341,7 @@ def test_signals_while_saving_and_restoring(live):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert n_signals
-    count("signal during SAVE and RESTORE", n_signals)
+    count("a signal comes during SAVE or RESTORE", n_signals)
     live.goes_on(held(live.session))
 
 
@@ -317,6 +371,12 @@ def replace(path) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
+def make_a_link(path) -> None:
+    """To a file that could be restored as well, and must not."""
+    path.with_suffix(".link").symlink_to(path.parent.parent / "spare.bin")
+    os.replace(path.with_suffix(".link"), path)
+
+
 def remove(path) -> None:
     path.unlink(missing_ok=True)
 
@@ -324,8 +384,7 @@ def remove(path) -> None:
 def changes_at_every_call(live, action) -> set[str]:
     """Do something to the file before the n-th call of a restore; returns what came of it."""
     outcomes = set()
-    action_name = action.__name__
-    for system in every_call(first(lambda: action(live.chat)), f"RESTORE's file: {action_name}"):
+    for system in every_call(first(lambda: action(live.chat)), CHANGED):
         before = held(live.session)
         try:
             with installed(system):
@@ -343,13 +402,13 @@ def changes_at_every_call(live, action) -> set[str]:
     return outcomes
 
 
-@pytest.mark.parametrize("action", [change, cut, grow, replace, remove])
+@pytest.mark.parametrize("action", [change, cut, grow, replace, remove, make_a_link])
 def test_a_file_in_one_block_that_changes_never_reaches_the_pools(action, live):
     outcomes = changes_at_every_call(live, action)
     assert {"restored"} < outcomes <= {"restored", "invalid", "io"}
 
 
-@pytest.mark.parametrize("action", [change, cut, grow, replace, remove])
+@pytest.mark.parametrize("action", [change, cut, grow, replace, remove, make_a_link])
 def test_a_file_in_many_blocks_that_changes(action, live, monkeypatch):
     """A change in a later block can come when earlier ones are in the pools already: then the process must end."""
     small_blocks(monkeypatch)
@@ -371,7 +430,7 @@ def pool_writes(live, monkeypatch, target) -> int:
             nonlocal met
             if next(calls) == place:
                 met = True
-                count("write to a pool fails")
+                count("a pool refuses bytes")
                 raise RuntimeError("the pool is broken")
             write(self, part, offset, data)
 
@@ -399,7 +458,7 @@ def test_every_write_to_a_pool_that_fails_is_fatal(target, live, blocks, monkeyp
 
 
 def damage(live, data: bytes) -> SessionError | None:
-    count("damaged file restored")
+    count("a damaged file is restored")
     live.chat.unlink()  # a new file: one that is cut and written again costs a flush on some file systems
     live.chat.write_bytes(data)
     before = held(live.session)
@@ -423,7 +482,7 @@ def test_a_damaged_file_changes_nothing(live):
     live.goes_on(held(live.session))
 
 
-def test_damage_behind_recomputed_checksums_is_refused_or_fits(live):
+def test_damage_behind_recomputed_checksums_is_refused_or_fits(live, bounded_memory):  # noqa: F811
     """A file with sound checksums and wrong contents: refused, or every size of it fits and it can go on."""
     draw = random.Random(2)
     structure = [*range(HEADER.size, HEADER.size + 400), *range(len(live.old) - 400, len(live.old) - TRAILER.size)]

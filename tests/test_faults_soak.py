@@ -28,7 +28,7 @@ def test_random_verbs(seed, tmp_path):
     soaking = soak(tmp_path, seed)
     run(soaking)
     assert set(soaking.n_done) == {"turn", "save", "restore", "erase", "damaged", "refused"}
-    count("verb of the soak that must be refused", soaking.n_done["refused"] + soaking.n_done["damaged"])
+    count("a verb that must be refused among random ones", soaking.n_done["refused"] + soaking.n_done["damaged"])
 
 
 def test_the_resident_set_is_measured(tmp_path):

@@ -55,7 +55,7 @@ class PlayedKernel32:
         number, code = self._fail.get(name, (0, 0))
         if number and [call[0] for call in self.calls].count(name) == number:
             self._error = code
-            count(f"{name} fails (played Windows)")
+            count("played Windows: a call fails")
             return True
         return False
 
@@ -259,7 +259,7 @@ def test_what_is_no_plain_file_is_refused_on_its_handle(change, reason, word, pl
     assert word in str(error)
     assert not kernel32.handles
     assert not [call for call in kernel32.calls if call[0] == "ReadFile"]
-    count("link, folder or device (played Windows)")
+    count("played Windows: a link, folder or device in place of the file")
 
 
 def test_the_folder_must_be_one(play):
