@@ -308,6 +308,30 @@ def test_a_writer_that_follows_links_is_found(live, tmp_path, monkeypatch):
         test_saving_over_what_is_no_plain_file(live, tmp_path)
 
 
+def test_a_writer_that_leaves_its_temporary_file_is_found(live, monkeypatch):
+    monkeypatch.setattr(blockfile.BlockWriter, "_discard", blockfile.BlockWriter._close)
+    with pytest.raises(AssertionError):
+        test_a_limit_on_file_sizes(live)
+
+
+def test_a_writer_whose_temporary_name_is_too_long_is_found(live, monkeypatch):
+    monkeypatch.setattr(blockfile, "MAX_STEM_BYTES", NAME_MAX)
+    with pytest.raises(SessionError, match=os.strerror(errno.ENAMETOOLONG)):
+        test_names_at_the_limit_of_the_file_system(live)
+
+
+def test_a_writer_that_makes_its_folder_again_is_found(live, monkeypatch):
+    create = blockfile.PosixSystem.create
+
+    def anew(self, folder, name):
+        (live.folder.parent / "vanishing").mkdir(exist_ok=True)
+        return create(self, folder, name)
+
+    monkeypatch.setattr(blockfile.PosixSystem, "create", anew)
+    with pytest.raises(AssertionError):
+        test_a_folder_that_vanishes("create", live)
+
+
 def test_a_huge_file_of_nothing_is_refused_at_once(live):
     with open(live.folder / "huge.bin", "wb") as file:
         file.truncate(100 << 30)

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -567,6 +568,11 @@ def broken_validation(monkeypatch):
     monkeypatch.setattr(sessionfile, "_check_trailer", lambda source, payload_hash: payload_hash)
 
 
+def broken_thread(monkeypatch):
+    """Lets through what Python says where no thread can be started."""
+    monkeypatch.setattr(blockfile, "_start_thread", lambda name: ThreadPoolExecutor(1, name))
+
+
 FOUND = [
     (broken_writer, lambda live, patch: failing_saves(live, errno.ENOSPC)),
     (broken_discard, lambda live, patch: failing_saves(live, errno.ENOSPC)),
@@ -575,6 +581,7 @@ FOUND = [
     (broken_ledger, lambda live, patch: test_a_file_in_one_block_that_changes_never_reaches_the_pools(change, live)),
     (broken_feed, lambda live, patch: pool_writes(live, patch, kvcache.PoolWindow)),
     (broken_short_write, lambda live, patch: test_a_write_that_does_less(short, live, None)),
+    (broken_thread, lambda live, patch: test_no_thread_can_be_started(live, patch)),
     (broken_validation, lambda live, patch: test_a_damaged_file_changes_nothing(live)),
 ]
 
@@ -582,5 +589,5 @@ FOUND = [
 @pytest.mark.parametrize(("breaks", "trial"), FOUND, ids=[breaks.__name__ for breaks, _ in FOUND])
 def test_a_broken_copy_is_found(breaks, trial, live, monkeypatch):
     breaks(monkeypatch)
-    with pytest.raises((AssertionError, FatalError)):
+    with pytest.raises((AssertionError, FatalError, RuntimeError)):
         trial(live, monkeypatch)
