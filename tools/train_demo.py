@@ -127,7 +127,7 @@ def bf16(weights: Weights) -> Weights:
 
 
 def orthogonalized(grads: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix of each (k, rows, cols), by Newton-Schulz (Jordan et al., Muon, 2024)."""
+    """The nearest semi-orthogonal matrix of each (k, rows, cols), by the Newton-Schulz steps of Muon (2024)."""
     x = grads.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.transpose(-1, -2) if tall else x

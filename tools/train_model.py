@@ -247,7 +247,7 @@ def _chunk_terms(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tenso
     """Everything of the delta rule that does not need the state, for chunks (B·H·chunks, GDN_CHUNK, S).
 
     The updates of a chunk depend on each other through a unit lower triangular system; it is solved once for the values
-    and for what the chunk's start state contributes (Yang et al., Gated Delta Networks, 2024, section 3).
+    and for what the chunk's start state contributes (Gated Delta Networks, arXiv 2412.06464, section 3).
     """
     total = log_decay.cumsum(-1)
     upper = torch.ones(GDN_CHUNK, GDN_CHUNK, dtype=torch.bool).triu(1)
