@@ -449,6 +449,9 @@ def _row_group(kind, data, at, n_cols, x, first, n_tokens, sums):
     stride = x.shape[1]
     sums[: n_tokens * ROWS] = np.float32(0)
     for block in range((n_cols + BLOCK - 1) // BLOCK):
+        if n_tokens == 1:
+            per_block = _BYTES[kind] >> 3 if kind >= Q4_K else _BYTES[kind]
+            _prefetch_block(data, at + block * per_block, kind)
         _decode(kind, data, at, block, weights)
         column = block * BLOCK
         n_quads = min(BLOCK, n_cols - column) // 4
@@ -515,6 +518,17 @@ def _block_parts(kind, data, at, block):
     return at + 32, scale, zero
 
 
+AHEAD = 4096  # bytes; one token streams all weights from memory, and what the hardware fetches by itself is half of it
+
+
+@njit
+def _prefetch_block(data, at, kind):
+    """Ask for as many bytes as a 32-column block takes, AHEAD of the one that is read."""
+    per_block = _BYTES[kind] >> 3 if kind >= Q4_K else _BYTES[kind]
+    for line in range(0, per_block, 64):
+        simd.prefetch(data, at + AHEAD + line)
+
+
 @njit
 def _zero_point(kind):
     """The code that stands for 0 where a kind has signed codes."""
@@ -533,6 +547,7 @@ def _scaled_1(kind, data, at, n_cols, codes, scales, sums, token):
         start, scale, offset = _block_parts(kind, data, at, block)
         k, i = token * n_cols + block * BLOCK, token * blocks + block
         sum_codes = sums[2 * i] + sums[2 * i + 1]
+        _prefetch_block(data, start, kind)
         dots = simd.splat_i32(np.int32(-zero_point * sum_codes))
         for quad in range(8):
             dots = simd.dot_bytes(dots, _quad_codes(kind, data, start, quad), simd.broadcast_i32(codes, k + 4 * quad))

@@ -23,7 +23,7 @@ MAX_JOBS = (1 << 20) - 1
 # Slots of the control array, a cache line (8 words) apart where different threads write them.
 TURN, DONE, PARKED, END, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 32, 33, 34
 CONTROL_WORDS = 72
-SPINS = 20_000  # looks at the word before a helper goes to sleep: some 200 us, longer than the gap between operations
+SPINS = 200_000  # looks at the word before a helper sleeps: longer than the gap between two operations of a token
 
 
 def _slot(context, builder, signature, args):

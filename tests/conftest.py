@@ -2,8 +2,13 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
+
+# A shell starts background jobs with SIGINT ignored, and children inherit that; what is tested is an ordinary start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REAL_MODEL = ROOT / ".cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
