@@ -27,6 +27,7 @@ except ImportError:  # Windows
     fcntl = None
 
 BLOCK_BYTES = 16 << 20
+CACHE_SAMPLES = 16  # pages of a file that are looked for in the page cache
 DIRECT_UNIT = 4096  # addresses, offsets and lengths of direct transfers are multiples of it
 MAX_STEM_BYTES = 64  # of the destination's name in the temporary's: 86 bytes in all, below every file system's limit
 MAX_NAME_TRIES = 8
@@ -556,7 +557,8 @@ class BlockReader:
     """A regular file read in blocks, the next one while the caller works on the present one; may be read again.
 
     A context manager. Reads go through the page cache, which serves a second reading, and which is given back at the
-    end. OSError passes through; NotPlainFile is raised for links, folders, pipes and devices.
+    end, unless the file was in it before. OSError passes through; NotPlainFile is raised for links, folders, pipes and
+    devices.
     """
 
     def __init__(self, path: str):
@@ -579,6 +581,7 @@ class BlockReader:
             system.set_blocking(self._descriptor)
             self.size_bytes = status.st_size
             self.modified_s = status.st_mtime
+            self._was_cached = _is_cached(self._descriptor, self.size_bytes)
             undo.callback(self._forget_all)
             self._thread = undo.enter_context(_start_thread("block reader"))
             self._undo = undo.pop_all()
@@ -591,7 +594,8 @@ class BlockReader:
         if self._blocks:  # a file that was only looked into keeps its place in the cache
             self._blocks = []
             self._queued.clear()
-            _forget(self._descriptor, 0, 0)
+            if not self._was_cached:
+                _forget(self._descriptor, 0, 0)
 
     def _open(self) -> int:
         try:
@@ -618,7 +622,7 @@ class BlockReader:
         if not self._blocks:
             n_blocks = 2 if self.size_bytes > BLOCK_BYTES else 1
             self._blocks = [allocate_block(self.size_bytes) for _ in range(n_blocks)]
-        self._forget = forget
+        self._forget = forget and not self._was_cached
         self._queued.clear()
         self._asked = 0
         self._ask()
@@ -652,6 +656,18 @@ class BlockReader:
             if not n_read:
                 raise OSError(errno.EIO, f"the file became shorter: it ends at {offset + filled}")
             filled += n_read
+
+
+def _is_cached(descriptor: int, size_bytes: int) -> bool:
+    """Whether the file seems to be in the page cache: pages all over it can be had without waiting for the disk."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return False
+    try:
+        for page in range(CACHE_SAMPLES):
+            os.preadv(descriptor, [bytearray(1)], size_bytes * page // CACHE_SAMPLES, os.RWF_NOWAIT)
+    except OSError:  # EAGAIN where a page is not there; other systems of files cannot tell
+        return False
+    return True
 
 
 def _file_kind(mode: int) -> str:

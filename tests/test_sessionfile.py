@@ -553,3 +553,26 @@ def test_peeking_at_a_file_without_a_live_record(tmp_path):
             assert refusal(peek_session, tmp_path / "a.bin").reason == reason
         else:
             assert peek_session(tmp_path / "a.bin").n_tokens == 0
+
+
+def cached(path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return blockfile._is_cached(descriptor, os.path.getsize(path))
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="this system does not tell what is cached")
+@pytest.mark.parametrize("was_cached", [True, False])
+def test_the_page_cache_is_left_as_it_was_found(tmp_path, sample, was_cached):
+    path = tmp_path / "a.bin"
+    path.write_bytes(sample[0].read_bytes())
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        if not was_cached:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached(path) is not was_cached:
+        pytest.skip("this file system keeps files in the cache, or out of it")
+    verify_session(path)
+    assert cached(path) is was_cached
