@@ -58,6 +58,7 @@ from sessionlayout import (
 )
 
 __all__ = [
+    "STATE_ARRAYS",
     "Checkpoint",
     "Extent",
     "Identity",

@@ -612,8 +612,11 @@ def _print_info(info) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from sessionfile import STATE_ARRAYS
+
     image = info.image
     checkpoints = ", ".join(str(checkpoint.n_tokens) for checkpoint in image.checkpoints)
+    state_parts = ", ".join(f"{name} {part.size}" for name, part in zip(STATE_ARRAYS, image.live.state, strict=True))
     lines = {
         "size": f"{info.size_bytes} bytes, changed {_local_time(info.modified_s)}",
         "model": f"{info.identity.model:016x}",
@@ -623,6 +626,7 @@ def _print_info(info) -> None:
         "checkpoints": f"{len(image.checkpoints)}" + (f", of {checkpoints} tokens" if checkpoints else ""),
         "layers": f"{image.layer_lo} to {image.layer_hi}, control vector {'on' if image.cvec else 'off'}",
         "state": f"{info.state_bytes} bytes",
+        "live state": state_parts,
         "K/V": f"{info.kv_bytes} bytes in {len(image.kv)} layers",
     }
     print(_printable(info.path))

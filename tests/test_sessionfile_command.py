@@ -76,6 +76,7 @@ def test_inspect_text(capsys):
     known = identity("ckpt1_images_2kv")
     for words in (f"{known.model:016x}", f"{known.config:016x}", "7612 bytes", "int8 rotated", "code -2147483648"):
         assert words in out
+    assert "live state    gdn 129, ple 40, tails 31, dead 32, block_pos 12" in out
     assert max(map(len, out.splitlines()[1:])) <= 80
 
 
