@@ -6,6 +6,10 @@ import signal
 
 import pytest
 
+# Where these are set, pytest explains a failed comparison in full; of whole states, and for tests in which code that was
+# broken on purpose has to fail them by the hundred, that takes hours.
+for name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(name, None)
 # A shell starts background jobs with SIGINT ignored, and children inherit that; what is tested is an ordinary start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
