@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-# Where these are set, pytest explains a failed comparison in full; of whole states, and for tests in which code that was
-# broken on purpose has to fail them by the hundred, that takes hours.
+# Where these are set, pytest explains a failed comparison in full; of whole states, and for tests in which code that
+# was broken on purpose has to fail them by the hundred, that takes hours.
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 # A shell starts background jobs with SIGINT ignored, and children inherit that; what is tested is an ordinary start.
