@@ -47,7 +47,7 @@ ABOUT = {
     "name": "Strata demo",
     "description": "A small qwen4exp that learned the King James Bible, to demonstrate and test strata",
     "license": "MIT",
-    "source.url": "https://packages.debian.org/bible-kjv-text",
+    "source.url": "Debian's package bible-kjv-text 4.38",
 }
 
 
