@@ -364,3 +364,24 @@ def expert_matmul(weights, x, offsets, out):
     kernel[(-(-w.n_rows // ROWS), n_tiles), cudapools.THREADS](
         w.kind, w.bytes, w.words, w.halves, w.floats, w.group_bytes, w.n_rows, w.n_cols, x, offsets, tiles, out
     )
+
+
+def together(*parts):
+    """Packs that read the same x, for `matmul_each` and `expert_matmul_each`; here each is a launch of its own."""
+    return parts
+
+
+def matmul_each(weights, x):
+    """x times each of the packs put `together`: an array float32 [T, n_rows] for each."""
+    return [_filled(matmul, part, x) for part in weights]
+
+
+def expert_matmul_each(weights, x, offsets):
+    """`expert_matmul` with each of the packs put `together`: an array float32 [n, n_rows] for each."""
+    return [_filled(expert_matmul, part, x, offsets) for part in weights]
+
+
+def _filled(product, weights, x, *offsets):
+    out = cudapools.empty((x.shape[0], weights.n_rows))
+    product(weights, x, *offsets, out)
+    return out

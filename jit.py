@@ -10,7 +10,9 @@ import os
 import pathlib
 import tempfile
 
-KERNEL_SOURCES = ("jit.py", "simd.py", "team.py", "kernels_cpu.py", "fingerprint.py")
+KERNEL_SOURCES = (
+    "jit.py", "simd.py", "team.py", "cpupacks.py", "cpuattention.py", "kernels_cpu.py", "fingerprint.py",
+)  # fmt: skip
 
 
 def _cache_dir() -> pathlib.Path:
@@ -41,7 +43,18 @@ import numba  # noqa: E402
 numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"]
 
 
-def njit(function=None, *, parallel=False, fastmath=False, inline="never"):
-    """`numba.njit` as every kernel here uses it: cached on disk, without the GIL, C rules for division."""
-    wrap = numba.njit(cache=True, nogil=True, error_model="numpy", parallel=parallel, fastmath=fastmath, inline=inline)
+_OPTIONS = {"cache": True, "error_model": "numpy"}  # C rules for division
+
+
+def njit(function=None, *, inline="never", forceinline=False):
+    """`numba.njit` as every kernel here uses it: cached on disk, without the GIL.
+
+    `forceinline` has LLVM copy the function into each caller, so that an argument that is constant there costs nothing.
+    """
+    wrap = numba.njit(nogil=True, inline=inline, forceinline=forceinline, **_OPTIONS)
     return wrap(function) if function is not None else wrap
+
+
+def cfunc(signature):
+    """`numba.cfunc`, compiled as kernels are: what other kernels call by address."""
+    return numba.cfunc(signature, **_OPTIONS)

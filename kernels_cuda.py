@@ -24,7 +24,16 @@ from cudaattention import (  # noqa: F401
     select_blocks,
 )
 from cudablock import EMPTY, MAX_THREADS, block_sum, inverse_rms, sigmoid
-from cudapacks import Pack, expert_matmul, gather_rows, matmul, pack  # noqa: F401
+from cudapacks import (  # noqa: F401
+    Pack,
+    expert_matmul,
+    expert_matmul_each,
+    gather_rows,
+    matmul,
+    matmul_each,
+    pack,
+    together,
+)
 from cudapools import (  # noqa: F401
     DEVICE_ERRORS,
     Residency,
@@ -77,6 +86,13 @@ def _silu_mul_kernel(gate, up, out):
 def silu_mul(gate, up, out):
     """out = gate * sigmoid(gate) * up; float32 [T, N]."""
     launch(_silu_mul_kernel, gate.size, gate.ravel(), up.ravel(), out.ravel())
+
+
+def swiglu(gate_up, down, x, out):
+    """out = down(silu(gate x) * up x): `silu_mul` between two products; x float32 [T, N], out [T, N]."""
+    gate, up = matmul_each(gate_up, x)
+    silu_mul(gate, up, gate)
+    matmul(down, gate, out)
 
 
 @cuda.jit
@@ -232,6 +248,20 @@ def hadamard_heads(x):
     """Orthonormal Walsh-Hadamard transform of every head in place; x float32 [T, heads, D], D a power of two."""
     n_tokens, n_heads, width = x.shape
     launch_rows(_hadamard_kernel, n_tokens * n_heads, x.reshape(n_tokens * n_heads, width))
+
+
+def store_heads(q, k, v, q_norm, k_norm, eps, cos, sin, paired, rotated, storages, first_cell, k_codes, k_scales,
+                v_codes, v_scales):
+    """Norm and rotate q and k in place, then append k and v to the cells from `first_cell` on; see kernels_cpu.py."""
+    norm_rope_heads(q, q_norm, eps, cos, sin, paired)
+    norm_rope_heads(k, k_norm, eps, cos, sin, paired)
+    if rotated[0]:
+        hadamard_heads(q)
+        hadamard_heads(k)
+    if rotated[1]:
+        hadamard_heads(v)
+    append_cells(storages[0], k, first_cell, k_codes, k_scales)
+    append_cells(storages[1], v, first_cell, v_codes, v_scales)
 
 
 # --- gated delta net ----------------------------------------------------------------------------------------------

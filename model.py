@@ -150,7 +150,7 @@ class Model:
             if isinstance(mixer, DeltaNet):
                 mixed = self._delta_net(mixer, x, cache, window, hold)
             else:
-                blocks = self._index(mixer, x, cache, window, tables, hold) if mixer.index_k else None
+                blocks = self._index(mixer, x, cache, window, tables, hold) if mixer.index_kq else None
                 mixed = self._attention(mixer, x, cache.pools[mixer.index], first, tables, blocks)
             self._write(layer.before_mixer, residual, inject, mixed)
             x, inject = self._read(layer.before_ffn, residual)
@@ -205,17 +205,15 @@ class Model:
     def _attention(self, layer: Attention, x, pool: kvcache.LayerPool, first: int, tables, blocks):
         c, ops, n_tokens = self.config, self.ops, x.shape[0]
         q, gate, k, v = self._projections(layer, x)
-        paired = c.arch in PAIRED_ROPE
-        ops.norm_rope_heads(q, layer.q_norm, self._eps, *tables, paired)
-        ops.norm_rope_heads(k, layer.k_norm, self._eps, *tables, paired)
-        self._store(pool, q, k, v, first)
-        out = ops.empty(q.shape)
-        f, scale = pool.format, np.float32(c.head_dim**-0.5)
-        pools = (f.k_storage, f.v_storage, pool.k, pool.k_scale, pool.v, pool.v_scale)
+        f, pools = pool.format, (pool.k, pool.k_scale, pool.v, pool.v_scale)
+        storages, rotated = (f.k_storage, f.v_storage), (f.rotate_k, f.rotate_v)
+        heads = (q, k, v, layer.q_norm, layer.k_norm, self._eps, *tables, c.arch in PAIRED_ROPE)
+        ops.store_heads(*heads, rotated, storages, first, *pools)
+        out, scale = ops.empty(q.shape), np.float32(c.head_dim**-0.5)
         if blocks is None:
-            ops.attention(*pools, q, first, scale, out)
+            ops.attention(*storages, *pools, q, first, scale, out)
         else:
-            ops.attention_selected(*pools, q, first, scale, *blocks, out)
+            ops.attention_selected(*storages, *pools, q, first, scale, *blocks, out)
         if f.rotate_v:
             ops.hadamard_heads(out)
         out = out.reshape(n_tokens, c.n_head * c.head_dim)
@@ -226,7 +224,7 @@ class Model:
     def _projections(self, layer: Attention, x):
         """Query and output gate (None without one) [T, H, D], key and value [T, K, D]."""
         c, ops, n_tokens = self.config, self.ops, x.shape[0]
-        q, k, v = (self._matmul(weights, x) for weights in (layer.q, layer.k, layer.v))
+        q, k, v = ops.matmul_each(layer.qkv, x)
         for projected, bias in zip((q, k, v), layer.biases or (), strict=False):
             ops.add_bias(projected, bias)
         gate, both = None, q
@@ -236,27 +234,16 @@ class Model:
         k, v = (part.reshape(n_tokens, c.n_head_kv, c.head_dim) for part in (k, v))
         return q.reshape(n_tokens, c.n_head, c.head_dim), gate, k, v
 
-    def _store(self, pool: kvcache.LayerPool, q, k, v, first: int) -> None:
-        """Append K and V in the pool's format; q is rotated with K, since only their product is used."""
-        ops, f = self.ops, pool.format
-        if f.rotate_k:
-            ops.hadamard_heads(q)
-            ops.hadamard_heads(k)
-        if f.rotate_v:
-            ops.hadamard_heads(v)
-        ops.append_cells(f.k_storage, k, first, pool.k, pool.k_scale)
-        ops.append_cells(f.v_storage, v, first, pool.v, pool.v_scale)
-
     def _index(self, layer: Attention, x, cache: kvcache.Cache, window: Window, tables, hold: bool):
         """Fold the tokens' index keys and choose the pages that each of them reads."""
         c, ops, n_tokens = self.config, self.ops, x.shape[0]
-        raw = self._matmul(layer.index_k, x)
+        raw, queries = ops.matmul_each(layer.index_kq, x)
         tail, dead = cache.state.tail(layer.index), cache.state.spare_key(layer.index)
         if hold:
             window.index_keys[layer.index] = raw
             tail, dead = ops.copy(tail), ops.copy(dead)
         self._pool_keys(layer, raw, cache.n_tokens, tail, dead, cache.pools[layer.index])
-        queries = self._matmul(layer.index_q, x).reshape(n_tokens, c.idx_heads, c.idx_dim)
+        queries = queries.reshape(n_tokens, c.idx_heads, c.idx_dim)
         ops.norm_rope_heads(queries, layer.index_q_norm, self._eps, *tables, False)
         keep = c.idx_top_k // kvcache.PAGE
         blocks, counts = ops.empty((n_tokens, keep + 1), np.int32), ops.empty(n_tokens, np.int64)
@@ -269,13 +256,12 @@ class Model:
     # --- gated delta net
 
     def _delta_net(self, layer: DeltaNet, x, cache: kvcache.Cache, window: Window, hold: bool):
-        raw, alpha, beta = (self._matmul(weights, x) for weights in (layer.qkv, layer.alpha, layer.beta))
+        raw, alpha, beta, gate = self.ops.matmul_each(layer.inputs, x)
         conv, recurrent = cache.state.conv(layer.index), cache.state.recurrent(layer.index)
         if hold:
             window.delta[layer.index] = raw, alpha, beta
             conv, recurrent = self.ops.copy(conv), self.ops.copy(recurrent)
         out = self._delta_scan(layer, raw, alpha, beta, conv, recurrent)
-        gate = self._matmul(layer.gate, x)
         self.ops.norm_gate_heads(out, layer.norm, self._eps, gate, self.config.arch != "qwen4exp")
         return self._matmul(layer.out, out.reshape(*gate.shape))
 
@@ -299,9 +285,9 @@ class Model:
         return y
 
     def _swiglu(self, ffn: FeedForward, x):
-        gate = self._matmul(ffn.gate, x)
-        self.ops.silu_mul(gate, self._matmul(ffn.up, x), gate)
-        return self._matmul(ffn.down, gate)
+        out = self.ops.empty(x.shape)
+        self.ops.swiglu(ffn.gate_up, ffn.down, x, out)
+        return out
 
     def _experts(self, ffn: FeedForward, x):
         c, ops = self.config, self.ops
@@ -313,9 +299,7 @@ class Model:
         ops.order_by_expert(experts, c.n_expert, order, offsets)
         rows = ops.empty((n_rows, c.n_embd))
         ops.gather_assigned(x, order, rows)
-        gate, up = ops.empty((n_rows, c.n_ff)), ops.empty((n_rows, c.n_ff))
-        ops.expert_matmul(ffn.gate, rows, offsets, gate)
-        ops.expert_matmul(ffn.up, rows, offsets, up)
+        gate, up = ops.expert_matmul_each(ffn.gate_up, rows, offsets)
         ops.silu_mul(gate, up, gate)
         down, y = ops.empty(rows.shape), ops.empty(x.shape)
         ops.expert_matmul(ffn.down, gate, offsets, down)

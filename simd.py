@@ -6,9 +6,15 @@ on every machine with fused multiply-add. Invariant: no operation reads or write
 and none is bounds-checked: the callers' shapes are checked before they enter. Read next: kernels_cpu.py.
 """
 
+import ctypes
+import math
+import platform
+
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
 from numpy import float32
 
@@ -57,6 +63,31 @@ def _overloaded(builder, name, result, arguments):
         builder.module, ir.FunctionType(result, [a.type for a in arguments]), name
     )
     return builder.call(function, arguments)
+
+
+LINE = 64  # bytes of a cache line and of a vector; a vector that lies in two lines takes twice as long to load
+
+
+def aligned_zeros(shape, dtype) -> np.ndarray:
+    """Zeros that begin at a cache line."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + LINE - 1, np.uint8)
+    first = -raw.ctypes.data % LINE
+    return raw[first : first + size].view(dtype).reshape(shape)
+
+
+@njit
+def scratch_bytes(n):
+    """`n` bytes of any content that begin at a cache line."""
+    raw = np.empty(n + LINE - 1, np.uint8)
+    first = -np.int64(raw.ctypes.data) & (LINE - 1)
+    return raw[first : first + n]
+
+
+@njit
+def scratch(n):
+    """`n` float32 of any content that begin at a cache line."""
+    return scratch_bytes(4 * n).view(np.float32)
 
 
 # --- loads and stores ---------------------------------------------------------------------------------------------
@@ -178,6 +209,18 @@ def store_f16(typingctx, array, index, value):
         return context.get_dummy_value()
 
     return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic
+def store_i32(typingctx, array, offset, value):
+    """Write sixteen int32 to byte `offset` of a uint8 array."""
+
+    def codegen(context, builder, signature, args):
+        address = _address(context, builder, signature.args[0], args[0], args[1])
+        builder.store(args[2], _as_vector(builder, address, _I32), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, i32x16), codegen
 
 
 @intrinsic
@@ -427,6 +470,44 @@ def _dot_vnni(builder, total, unsigned, signed):
     return builder.call(function, [total, unsigned, signed])
 
 
+def _halves_of(builder, vector):
+    """A vector of sixteen lanes as two of eight."""
+    undefined = ir.Constant(vector.type, ir.Undefined)
+    lanes = (ir.Constant(ir.VectorType(_I32, 8), list(range(first, first + 8))) for first in (0, 8))
+    return [builder.shuffle_vector(vector, undefined, part) for part in lanes]
+
+
+def _joined(builder, parts):
+    return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_I32, LANES), list(range(LANES))))
+
+
+def _dot_avx_vnni(builder, total, unsigned, signed):
+    half = ir.VectorType(_I32, 8)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(half, [half, half, half]), "llvm.x86.avx512.vpdpbusd.256"
+    )
+    parts = zip(*(_halves_of(builder, vector) for vector in (total, unsigned, signed)), strict=True)
+    return _joined(builder, [builder.call(function, part) for part in parts])
+
+
+def _dot_avx2(builder, total, unsigned, signed):
+    """Even and odd bytes as 16-bit factors of two multiply-adds of neighbours: 255 x 128 x 2 fits their 32 bits."""
+    words, half = ir.VectorType(ir.IntType(16), 16), ir.VectorType(_I32, 8)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(half, [words, words]), "llvm.x86.avx2.pmadd.wd"
+    )
+    eight = ir.Constant(words, [8] * 16)
+    sums = []
+    for start, *factors in zip(*(_halves_of(builder, vector) for vector in (total, unsigned, signed)), strict=True):
+        u, s = (builder.bitcast(factor, words) for factor in factors)
+        even = builder.call(
+            function, [builder.and_(u, ir.Constant(words, [255] * 16)), builder.ashr(builder.shl(s, eight), eight)]
+        )
+        odd = builder.call(function, [builder.lshr(u, eight), builder.ashr(s, eight)])
+        sums.append(builder.add(start, builder.add(even, odd)))
+    return _joined(builder, sums)
+
+
 def _dot_portable(builder, total, unsigned, signed):
     """Byte by byte: zero-extend one factor, sign-extend the other, multiply and add as 32-bit integers."""
     for j in range(4):
@@ -438,14 +519,21 @@ def _dot_portable(builder, total, unsigned, signed):
     return total
 
 
+def _dot_for(features: str):
+    """The fastest way to sum products of bytes that a target has."""
+    if "+avx512vnni" in features and "+avx512f" in features:
+        return _dot_vnni
+    if "+avxvnni" in features or ("+avx512vnni" in features and "+avx512vl" in features):
+        return _dot_avx_vnni
+    return _dot_avx2 if "+avx2" in features else _dot_portable
+
+
 @intrinsic
 def dot_bytes(typingctx, total, unsigned, signed):
     """total + the sum of unsigned byte * signed byte over the four bytes of each lane, exact."""
 
     def codegen(context, builder, signature, args):
-        features = _features(context)
-        vnni = "+avx512vnni" in features and "+avx512f" in features
-        return (_dot_vnni if vnni else _dot_portable)(builder, *args)
+        return _dot_for(_features(context))(builder, *args)
 
     return i32x16(i32x16, i32x16, i32x16), codegen
 
@@ -473,6 +561,171 @@ def splat_i32(typingctx, value):
 
 
 flip = _binary("flip", i32x16, "xor")
+
+
+@intrinsic
+def subtract_bytes(typingctx, value, less):
+    """Each of the four bytes of each lane less `less`, an unsigned byte, without borrowing from its neighbours."""
+
+    def codegen(context, builder, signature, args):
+        narrow = ir.VectorType(ir.IntType(8), 4 * LANES)
+        word = builder.mul(args[1], ir.Constant(_I32, 0x01010101))
+        result = builder.sub(
+            builder.bitcast(args[0], narrow), builder.bitcast(_splat(builder, word, i32x16.llvm), narrow)
+        )
+        return builder.bitcast(result, i32x16.llvm)
+
+    return i32x16(i32x16, types.int32), codegen
+
+
+# --- sixteen by sixteen -------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def sum_rows(typingctx, array, at):
+    """Lane r is `sum_lanes` of the sixteen float32 from element at + 16 r on, of the same bits."""
+
+    def codegen(context, builder, signature, args):
+        rows = []
+        for r in range(LANES):
+            index = builder.add(args[1], ir.Constant(args[1].type, LANES * r))
+            address = _address(context, builder, signature.args[0], args[0], index)
+            rows.append(builder.load(_as_vector(builder, address, _F32), align=4))
+        width = LANES  # partial sums of a row; a vector holds those of LANES // width rows
+        while len(rows) > 1:
+            starts, width = range(0, 2 * LANES, width), width // 2
+            low = [lane for start in starts for lane in range(start, start + width)]
+            high = [lane + width for lane in low]
+            masks = [ir.Constant(ir.VectorType(_I32, LANES), lanes) for lanes in (low, high)]
+            rows = [
+                builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks))
+                for a, b in zip(rows[::2], rows[1::2], strict=True)
+            ]
+        return rows[0]
+
+    return f32x16(array, types.intp), codegen
+
+
+def _exchange(builder, rows, span):
+    """One step of a transposition: exchange the off-diagonal squares of `span` rows by `span` columns."""
+    low = [lane - span + LANES if lane & span else lane for lane in range(LANES)]
+    high = [lane + LANES if lane & span else lane + span for lane in range(LANES)]
+    masks = [ir.Constant(ir.VectorType(_I32, LANES), lanes) for lanes in (low, high)]
+    mixed = list(rows)
+    for r in range(LANES):
+        if not r & span:
+            mixed[r], mixed[r + span] = (builder.shuffle_vector(rows[r], rows[r + span], mask) for mask in masks)
+    return mixed
+
+
+@intrinsic
+def transpose(typingctx, source, at, stride, out, out_at, out_stride):
+    """Columns of source[at + stride r + c], sixteen by sixteen float32, as rows of `out` in the order of `sum_lanes`.
+
+    Column c is row c // 4 % 2 * 2 + c // 8 of the four rows from out_at + out_stride (c % 4): those that `sum_lanes`
+    adds first stand together.
+    """
+
+    def codegen(context, builder, signature, args):
+        def place(first, factor, constant, more):
+            index = builder.add(first, builder.mul(factor, ir.Constant(factor.type, constant)))
+            return builder.add(index, ir.Constant(index.type, more))
+
+        rows = []
+        for r in range(LANES):
+            address = _address(context, builder, signature.args[0], args[0], place(args[1], args[2], r, 0))
+            rows.append(builder.load(_as_vector(builder, address, _F32), align=4))
+        for span in (1, 2, 4, 8):
+            rows = _exchange(builder, rows, span)
+        for c in range(LANES):
+            index = place(args[4], args[5], c % 4, LANES * (c // 4 % 2 * 2 + c // 8))
+            address = _address(context, builder, signature.args[3], args[3], index)
+            builder.store(rows[c], _as_vector(builder, address, _F32), align=4)
+        return context.get_dummy_value()
+
+    return types.void(source, types.intp, types.intp, out, types.intp, types.intp), codegen
+
+
+# --- tiles of bytes -----------------------------------------------------------------------------------------------
+#
+# The matrix unit of some x86 processors (AMX): registers of sixteen rows of 64 bytes. A tile of `a`, a row of bytes for
+# each token, times a tile of `b`, quads of columns by sixteen rows of weights, is added to sixteen by sixteen int32.
+
+TILE_SHAPES = np.zeros(64, np.uint8)  # what `tiles_begin` loads: palette 1, then bytes a row, then rows of each tile
+TILE_SHAPES[0] = 1
+# Tile 0: the sums. Tiles 1 and 2: a and b of 32 columns. Tiles 3 and 4: of 16 columns.
+for _tile, (_rows, _row_bytes) in enumerate(((16, 64), (16, 32), (8, 64), (16, 16), (4, 64))):
+    TILE_SHAPES[16 + 2 * _tile], TILE_SHAPES[48 + _tile] = _row_bytes, _rows
+
+
+def _ask_for_tiles() -> bool:
+    """Whether code for tiles is compiled here and this process may run it; Linux has each process ask once."""
+    if "+amx-int8" not in _features(cpu_target.target_context) or platform.system() != "Linux":
+        return False
+    system_call = ctypes.CDLL(None).syscall
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return system_call(arch_prctl, request_permission, tile_data) == 0
+
+
+def _tile_instruction(builder, context, name, arguments) -> None:
+    """Emit an instruction where the target has it; elsewhere `has_tiles` is False and nothing comes here."""
+    if "+amx-int8" in _features(context):
+        _overloaded(builder, f"llvm.x86.{name}", ir.VoidType(), arguments)
+
+
+def _byte_pointer(context, builder, array_type, array, offset):
+    address = _address(context, builder, array_type, array, offset)
+    return builder.bitcast(address, ir.IntType(8).as_pointer())
+
+
+@intrinsic
+def tiles_begin(typingctx, shapes):
+    """Set the shapes of the tile registers, TILE_SHAPES; before the first use in a run of tile operations."""
+
+    def codegen(context, builder, signature, args):
+        pointer = _byte_pointer(context, builder, signature.args[0], args[0], ir.Constant(ir.IntType(64), 0))
+        _tile_instruction(builder, context, "ldtilecfg", [pointer])
+        return context.get_dummy_value()
+
+    return types.void(shapes), codegen
+
+
+@intrinsic
+def tiles_end(typingctx):
+    """Give the tile registers back, so that switching threads need not save them."""
+
+    def codegen(context, builder, signature, args):
+        _tile_instruction(builder, context, "tilerelease", [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic(prefer_literal=True)
+def tile_product(typingctx, a, a_at, a_stride, b, b_at, n_columns, out):
+    """out int32 [16 tokens, 16 rows] = a times b, exact: int8 at byte offsets, `n_columns` the literal 32 or 16.
+
+    a has a row of bytes a token, `a_stride` apart; b has a quad of columns, 64 bytes, a row.
+    """
+    first = {32: 1, 16: 3}[n_columns.literal_value]
+
+    def codegen(context, builder, signature, args):
+        zero, row_bytes = ir.Constant(ir.IntType(64), 0), ir.Constant(ir.IntType(64), 64)
+        tile_0, tile_a, tile_b = (ir.Constant(ir.IntType(8), n) for n in (0, first, first + 1))
+        a_pointer = _byte_pointer(context, builder, signature.args[0], args[0], args[1])
+        b_pointer = _byte_pointer(context, builder, signature.args[3], args[3], args[4])
+        out_pointer = _byte_pointer(context, builder, signature.args[6], args[6], zero)
+        _tile_instruction(builder, context, "tilezero", [tile_0])
+        _tile_instruction(builder, context, "tileloadd64", [tile_a, a_pointer, args[2]])
+        _tile_instruction(builder, context, "tileloadd64", [tile_b, b_pointer, row_bytes])
+        _tile_instruction(builder, context, "tdpbssd", [tile_0, tile_a, tile_b])
+        _tile_instruction(builder, context, "tilestored64", [tile_0, out_pointer, row_bytes])
+        return context.get_dummy_value()
+
+    return types.void(a, types.intp, types.intp, b, types.intp, n_columns, out), codegen
+
+
+has_tiles = _ask_for_tiles()
 
 
 # --- functions ----------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """A team of compute threads that share out the jobs of one operation.
 
-It owns the threads, the word by which they claim jobs and the wait for the last one; it knows no operation. The caller
-works too and takes whatever nobody else has taken, so on a busy machine an operation waits for no thread that is not
-running, but for one that holds a job. Invariant: a helper touches an operation's arguments only between claiming one of
-its jobs and counting it as done, and the caller returns only when all are done. Read next: kernels_cpu.py.
+It owns the threads, the word by which they claim jobs and the wait for the last one; it knows no operation: an
+operation puts the address of a function into the control array, with its arguments, arrays by address, and whoever
+claims a job calls it. The caller works too and takes whatever nobody else has taken, so on a busy machine an operation
+waits for no thread that is not running, but for one that holds a job. Invariant: a helper touches an operation's
+arguments only between claiming one of its jobs and counting it as done, and the caller returns only when all are done;
+how the work is cut never changes a result. Read next: cpupacks.py.
 
 The word packs (turn, number of jobs, next job), 24 + 20 + 20 bits, so that a claim and the check that the operation is
 still the same are one compare-and-swap.
@@ -14,15 +16,15 @@ import threading
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
-from jit import njit
+from jit import cfunc, njit
 
 MAX_JOBS = (1 << 20) - 1
 # Slots of the control array, a cache line (8 words) apart where different threads write them.
 TURN, DONE, PARKED, END, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 32, 33, 34
-CONTROL_WORDS = 72
+CONTROL_WORDS = 96
 SPINS = 200_000  # looks at the word before a helper sleeps: longer than the gap between two operations of a token
 
 
@@ -82,6 +84,41 @@ def pointer_to(typingctx, address):
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def call_job(typingctx, address, control, job):
+    """Call the compiled function of a `Job` by its address."""
+
+    def codegen(context, builder, signature, args):
+        words = context.make_array(signature.args[1])(context, builder, args[1]).data
+        function_type = ir.FunctionType(ir.VoidType(), [words.type, ir.IntType(64)])
+        builder.call(builder.inttoptr(args[0], function_type.as_pointer()), [words, args[2]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, control, types.int64), codegen
+
+
+class Job:
+    """A function (control, number of the job) that threads call by address.
+
+    `control` comes as a pointer; `control_array` makes the array of it. Compiled when first asked for, kept on disk.
+    """
+
+    def __init__(self, function):
+        self._function, self._compiled = function, None
+
+    @property
+    def address(self) -> int:
+        if self._compiled is None:
+            self._compiled = cfunc(types.void(types.CPointer(types.int64), types.int64))(self._function)
+        return self._compiled.address
+
+
+@njit
+def control_array(control):
+    """The control array that a job is given the address of."""
+    return carray(control, (CONTROL_WORDS,))
 
 
 # Windows has no such call; there a spinning caller loses its core at the end of its time slice.
@@ -148,16 +185,56 @@ def await_jobs(control):
 
 
 @njit
+def put(control, operation, arguments):
+    """Set the function of the next operation and its arguments, a tuple of int64."""
+    control[OPERATION] = operation
+    for i in range(len(arguments)):
+        control[ARGUMENTS + i] = arguments[i]
+
+
+@njit
+def run_jobs(control, n_jobs):
+    """Do all jobs of the operation in `control`, with whatever helpers come by."""
+    if n_jobs <= 1 or control[HELPERS] == 0:
+        for job in range(n_jobs):
+            call_job(control[OPERATION], control, job)
+        return
+    open_jobs(control, n_jobs)
+    _work(control)
+    wait_for_jobs(control, n_jobs)
+
+
+@njit
+def _work(control):
+    job = claim_job(control)
+    while job >= 0:
+        call_job(control[OPERATION], control, job)
+        finish_job(control)
+        job = claim_job(control)
+
+
+@njit
+def _assist(control):
+    """What a helper does: jobs, until none were open for a while."""
+    while await_jobs(control):
+        _work(control)
+
+
+@njit
+def hold(arrays):
+    """Keep arrays alive up to here: Numba frees one after its last use by name, and an address is no use."""
+
+
+@njit
 def _park(control, change):
     add_word(control, PARKED, change)
 
 
 class Team:
-    """The caller and `n_threads - 1` helpers; `assist(control)` works on open jobs until there are none for a while."""
+    """The caller and `n_threads - 1` helpers."""
 
-    def __init__(self, n_threads: int, assist):
+    def __init__(self, n_threads: int):
         self.control = np.zeros(CONTROL_WORDS, np.int64)
-        self._assist = assist
         self._work = threading.Event()
         self._helpers = [threading.Thread(target=self._help, daemon=True) for _ in range(n_threads - 1)]
         self.control[HELPERS] = len(self._helpers)
@@ -176,7 +253,7 @@ class Team:
     def _help(self) -> None:
         control = self.control
         while True:
-            self._assist(control)
+            _assist(control)
             # Cleared before the look at END, which is set before the event, and then set again for the other helpers,
             # of which one may have looked earlier and wait later: so none can sleep through the end.
             self._work.clear()
@@ -193,3 +270,13 @@ class Team:
         self._work.set()
         for helper in self._helpers:
             helper.join()
+
+
+ALONE = Team(1)
+
+
+def awake(team: Team | None):
+    """The control array of a team whose helpers look for jobs; without one the caller works alone."""
+    team = team or ALONE
+    team.wake()
+    return team.control

@@ -447,15 +447,12 @@ class Attention:
     """Weights of one attention layer; indexer parts are None in dense layers."""
 
     index: int  # among the attention layers
-    q: object
-    k: object
-    v: object
+    qkv: object  # three packs together
     out: object
     q_norm: np.ndarray
     k_norm: np.ndarray
     biases: tuple[np.ndarray, ...] | None
-    index_q: object = None
-    index_k: object = None
+    index_kq: object = None  # two packs together
     index_q_norm: np.ndarray | None = None
     index_k_norm: np.ndarray | None = None
 
@@ -465,10 +462,7 @@ class DeltaNet:
     """Weights of one gated delta net layer."""
 
     index: int  # among the recurrent layers
-    qkv: object
-    gate: object
-    alpha: object
-    beta: object
+    inputs: object  # the packs of q, k, v in one, alpha, beta and gate together
     conv: np.ndarray  # [taps, channels]
     dt_bias: np.ndarray
     a: np.ndarray
@@ -480,8 +474,7 @@ class DeltaNet:
 class FeedForward:
     """A dense SwiGLU (router None), or experts with an optional shared one."""
 
-    gate: object
-    up: object
+    gate_up: object  # two packs together
     down: object
     router: object = None
     shared: "FeedForward | None" = None
@@ -668,17 +661,21 @@ def _attention(c: ModelConfig, load: Loader, block: str, index: int, indexed: bo
         biases = tuple(load.vector(f"{block}attn_{part}.bias", n) for part, n in rows.items())
     attention = Attention(
         index,
-        load.matrix(block + "attn_q.weight", q_rows_in_file, c.n_embd),
-        load.matrix(block + "attn_k.weight", kv_rows, c.n_embd),
-        load.matrix(block + "attn_v.weight", kv_rows, c.n_embd),
+        load.backend.together(
+            load.matrix(block + "attn_q.weight", q_rows_in_file, c.n_embd),
+            load.matrix(block + "attn_k.weight", kv_rows, c.n_embd),
+            load.matrix(block + "attn_v.weight", kv_rows, c.n_embd),
+        ),
         load.matrix(block + "attn_output.weight", c.n_embd, q_rows),
         load.vector(block + "attn_q_norm.weight", 1, c.head_dim) if normed else none,
         load.vector(block + "attn_k_norm.weight", 1, c.head_dim) if normed else none,
         biases,
     )
     if indexed and c.idx_dim:
-        attention.index_q = load.matrix(block + "indexer.q_proj.weight", c.idx_heads * c.idx_dim, c.n_embd)
-        attention.index_k = load.matrix(block + "indexer.k_proj.weight", c.idx_dim, c.n_embd)
+        attention.index_kq = load.backend.together(
+            load.matrix(block + "indexer.k_proj.weight", c.idx_dim, c.n_embd),
+            load.matrix(block + "indexer.q_proj.weight", c.idx_heads * c.idx_dim, c.n_embd),
+        )
         attention.index_q_norm = load.vector(block + "indexer.q_norm.weight", 1, c.idx_dim)
         attention.index_k_norm = load.vector(block + "indexer.k_norm.weight", 1, c.idx_dim)
     return attention
@@ -686,13 +683,13 @@ def _attention(c: ModelConfig, load: Loader, block: str, index: int, indexed: bo
 
 def _delta_net(c: ModelConfig, load: Loader, block: str, index: int) -> DeltaNet:
     heads, values = c.gdn_v_heads, c.gdn_v_heads * c.gdn_state
-    alpha, beta = _alpha_beta(c, load, block)
     return DeltaNet(
         index,
-        load.matrix(block + "attn_qkv.weight", c.conv_channels, c.n_embd),
-        load.matrix(block + "attn_gate.weight", values, c.n_embd),
-        alpha,
-        beta,
+        load.backend.together(
+            load.matrix(block + "attn_qkv.weight", c.conv_channels, c.n_embd),
+            *_alpha_beta(c, load, block),
+            load.matrix(block + "attn_gate.weight", values, c.n_embd),
+        ),
         np.ascontiguousarray(load.vector(block + "ssm_conv1d.weight", c.conv_channels, c.gdn_taps).T),
         load.vector(block + "ssm_dt.bias", heads),
         load.vector(block + "ssm_a", heads),
@@ -714,8 +711,9 @@ def _alpha_beta(c: ModelConfig, load: Loader, block: str):
 
 def _dense(load: Loader, block: str, suffix: str, n_ff: int, n_embd: int) -> FeedForward:
     return FeedForward(
-        load.matrix(f"{block}ffn_gate{suffix}.weight", n_ff, n_embd),
-        load.matrix(f"{block}ffn_up{suffix}.weight", n_ff, n_embd),
+        load.backend.together(
+            *(load.matrix(f"{block}ffn_{part}{suffix}.weight", n_ff, n_embd) for part in ("gate", "up"))
+        ),
         load.matrix(f"{block}ffn_down{suffix}.weight", n_embd, n_ff),
     )
 
@@ -733,8 +731,7 @@ def _experts(c: ModelConfig, load: Loader, block: str) -> FeedForward:
     shared = load.has(shared_gate) or load.has(block + "ffn_up_shexp.weight")
     row = load.vector(shared_gate, 1, c.n_embd)[None] if shared else None
     return FeedForward(
-        gate,
-        up,
+        load.backend.together(gate, up),
         load.matrix(block + "ffn_down_exps.weight", c.n_expert, c.n_embd, c.n_ff),
         load.matrix(block + "ffn_gate_inp.weight", c.n_expert, c.n_embd),
         _dense(load, block, "_shexp", c.n_ff_shared, c.n_embd) if shared else None,

@@ -5,6 +5,7 @@ Invariant: a plain form stands beside its test or comes from reference.py, and s
 next: test_model.py.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from gguf.quants import dequantize
 
 import kernels_cpu as ops
 import reference
+import simd
+import team as teams
 from gguffile import open_gguf
 from kvcache import FORMATS, head_bytes, scale_bytes
 from team import Team
@@ -37,7 +40,7 @@ ROUNDING = 2.0**-24  # relative error of one float32 operation
 def threads(request, monkeypatch):
     """Run the test on one thread and on two."""
     _, team = ops.operations(request.param)
-    monkeypatch.setattr(ops, "ALONE", team)
+    monkeypatch.setattr(teams, "ALONE", team)
     yield request.param
     team.close()
 
@@ -221,9 +224,49 @@ def test_product_of_rounded_activations(kind, rows, threads):
     bound = (2 * 2 * columns // 32 + 4) * ROUNDING * (np.abs(seen) @ np.abs(exact).T)
     assert (np.abs(whole - seen @ exact.T) <= bound + 1e-30).all()
     assert not whole[3].any()
-    for n_tokens in (1, 3, 4, 5, 64):
+    for n_tokens in (1, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 64):
         np.testing.assert_array_equal(matmul(weights, x[:n_tokens]), whole[:n_tokens])
         np.testing.assert_array_equal(matmul(weights, x[65 - n_tokens :]), whole[65 - n_tokens :])
+
+
+@pytest.mark.skipif(not simd.has_tiles, reason="this processor has no tiles of bytes")
+@pytest.mark.parametrize("kind", CODED)
+def test_tiles_of_bytes_change_no_bit(kind, threads, monkeypatch):
+    rng, columns = rng_for(kind, "tiles"), 768
+    raw, x = random_raw(rng, kind, 1, 50, columns), normal(rng, 43, columns)
+    weights = packed(kind, raw, columns, round_x=True)
+    with_tiles = matmul(weights, x)
+    monkeypatch.setattr(simd, "has_tiles", False)
+    np.testing.assert_array_equal(matmul(weights, x), with_tiles)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5, 33])
+@pytest.mark.parametrize("round_x", [False, True])
+def test_packs_together_are_multiplied_as_each_alone(n_tokens, round_x, threads):
+    rng, columns = rng_for(n_tokens, round_x, "together"), 256
+    parts = [
+        packed(kind, random_raw(rng, kind, 3, rows, columns), columns, round_x)
+        for kind, rows in (("Q4_1", 40), ("F32", 3), ("Q6_K", 17))
+    ]
+    single = [dataclasses.replace(part, n_matrices=1) for part in parts]
+    x, offsets = normal(rng, n_tokens, columns), np.array([0, n_tokens // 2, n_tokens // 2, n_tokens])
+    for part, found in zip(single, ops.matmul_each(ops.together(*single), x), strict=True):
+        np.testing.assert_array_equal(found, matmul(part, x))
+    for part, found in zip(parts, ops.expert_matmul_each(ops.together(*parts), x, offsets), strict=True):
+        expected = np.full_like(found, np.nan)
+        ops.expert_matmul(part, x, offsets, expected)
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 20])
+def test_swiglu_is_two_products_and_a_gate(n_tokens, threads):
+    rng = rng_for(n_tokens, "swiglu")
+    gate, up = (packed("Q4_1", random_raw(rng, "Q4_1", 1, 96, 64), 64, True) for _ in range(2))
+    down, x = packed("Q8_0", random_raw(rng, "Q8_0", 1, 64, 96), 96, True), normal(rng, n_tokens, 64)
+    out, gated = np.full_like(x, np.nan), matmul(gate, x)
+    ops.swiglu(ops.together(gate, up), down, x, out)
+    ops.silu_mul(gated, matmul(up, x), gated)
+    np.testing.assert_array_equal(out, matmul(down, gated))
 
 
 @pytest.mark.parametrize("kind", CODED)
@@ -274,7 +317,7 @@ def test_an_operation_reads_no_memory_that_it_has_freed():
 def test_a_team_ends_wherever_its_helpers_are():
     def many():
         for _ in range(2000):
-            Team(5, lambda control: None).close()
+            Team(5).close()
 
     trial = threading.Thread(target=many, daemon=True)
     trial.start()

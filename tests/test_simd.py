@@ -52,6 +52,33 @@ def widen(kind, raw, offset, out):
 
 
 @njit
+def sums_of_rows(x, one_by_one, together):
+    for r in range(LANES):
+        one_by_one[r] = simd.sum_lanes(simd.load(x, 5 + r * LANES))
+    simd.store(together, 3, simd.sum_rows(x, 5))
+
+
+@njit
+def transposed(x, stride, out, out_stride):
+    simd.transpose(x, 7, stride, out, 2, out_stride)
+
+
+@njit
+def less(value, amount, out):
+    simd.store_i32(out, 1, simd.subtract_bytes(simd.load_i32(value, 0), amount))
+
+
+@njit
+def tile(a, stride, b, n_wide, out):
+    simd.tiles_begin(simd.TILE_SHAPES)
+    if n_wide == 32:
+        simd.tile_product(a, 3, stride, b, 64, 32, out)
+    else:
+        simd.tile_product(a, 3, stride, b, 64, 16, out)
+    simd.tiles_end()
+
+
+@njit
 def halves_to_floats(halves, out):
     for i in range(len(halves)):
         out[i] = simd.half_to_float(halves[i])
@@ -267,6 +294,59 @@ def test_dot_products_are_exact_without_instructions_for_them():
         environment = os.environ | {"PYTHONPATH": path, "NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": ""}
         run = subprocess.run([sys.executable, "-c", OTHER_PROCESSOR], env=environment, capture_output=True, check=False)
         assert (run.returncode, run.stdout.strip()) == (0, b"exact"), run.stderr.decode()[-500:]
+
+
+def test_sums_of_rows_are_those_of_lanes():
+    x = np.random.default_rng(6).standard_normal(5 + 256).astype(np.float32)
+    one_by_one, together = np.empty(LANES, np.float32), np.full(24, -1, np.float32)
+    sums_of_rows(x, one_by_one, together)
+    np.testing.assert_array_equal(together[3:19], one_by_one)
+    assert (together[:3] == -1).all()
+    assert (together[19:] == -1).all()
+
+
+def test_transposition_orders_columns_as_lanes_are_added():
+    x, stride, out_stride = np.arange(2000, dtype=np.float32), 100, 80
+    out = np.full(2 + 4 * out_stride, -1, np.float32)
+    transposed(x, stride, out, out_stride)
+    seen = np.zeros(out.shape, bool)
+    for quarter in range(4):
+        for place, c in enumerate((quarter, quarter + 8, quarter + 4, quarter + 12)):
+            at = slice(2 + quarter * out_stride + place * LANES, 2 + quarter * out_stride + (place + 1) * LANES)
+            np.testing.assert_array_equal(out[at], x[7 + c : 7 + c + LANES * stride : stride])
+            seen[at] = True
+    assert (out[~seen] == -1).all()
+
+
+def test_bytes_are_lessened_without_a_borrow():
+    value = np.random.default_rng(7).integers(0, 256, 64).astype(np.uint8)
+    value[:4] = 0, 0, 255, 1
+    out = np.full(70, 9, np.uint8)
+    less(value, np.int32(8), out)
+    np.testing.assert_array_equal(out[1:65], value - np.uint8(8))
+    assert (out[65:] == 9).all()
+    assert out[0] == 9
+
+
+@pytest.mark.skipif(not simd.has_tiles, reason="this processor has no tiles of bytes")
+@pytest.mark.parametrize("n_columns", [16, 32])
+def test_a_product_of_tiles_is_exact(n_columns):
+    rng, stride = np.random.default_rng(n_columns), 48
+    a, b = (rng.integers(-128, 128, n).astype(np.int8) for n in (3 + 16 * stride, 64 + n_columns * LANES))
+    a[3:40], b[64:90] = -128, -128
+    out = np.empty((LANES, LANES), np.int32)
+    tile(a, stride, b.view(np.uint8), n_columns, out)
+    rows = np.lib.stride_tricks.as_strided(a[3:], (LANES, n_columns), (stride, 1)).astype(np.int64)
+    columns = b[64:].reshape(n_columns // 4, LANES, 4).transpose(0, 2, 1).reshape(n_columns, LANES)
+    np.testing.assert_array_equal(out, rows @ columns.astype(np.int64))
+
+
+def test_a_line_begins_where_scratch_and_zeros_do():
+    for n in (1, 64, 1000):
+        for array in (simd.scratch(n), simd.scratch_bytes(n), simd.aligned_zeros((n, 3), np.int32)):
+            assert array.ctypes.data % simd.LINE == 0
+            assert len(array) == n
+        assert not simd.aligned_zeros((n, 3), np.int32).any()
 
 
 def test_magnitudes_and_bytes_of_whole_numbers():

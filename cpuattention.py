@@ -1,0 +1,659 @@
+"""Attention on the CPU: how cells are stored, attention over them, and the choice of the blocks to attend to.
+
+It owns the formats of cells and the order of attention's sums; it knows no layer. Invariant: what is computed for a
+token depends neither on which other tokens stand in the same call nor on how many threads run it.
+Read next: kernels_cpu.py.
+
+Scores are taken for sixteen cells at once, which become the lanes of a vector; so no sum runs across lanes.
+"""
+
+import numpy as np
+from numba import carray
+
+import simd
+from cpupacks import ROWS, block_1, block_4
+from jit import njit
+from team import ARGUMENTS, Job, awake, control_array, pointer_to, put, run_jobs
+
+# --- K/V cells ----------------------------------------------------------------------------------------------------
+
+PAGE = 4  # cells of a page
+CELL_F16, CELL_INT8, CELL_Q4_0, CELL_F32 = range(4)  # storage of one head's K or V in a cell
+SCALE_GROUP = 64  # values that share an int8 scale
+
+
+@njit
+def _quantize_int8(x, codes, scales):
+    for group in range(len(x) // SCALE_GROUP):
+        values = x[group * SCALE_GROUP : (group + 1) * SCALE_GROUP]
+        largest = np.float32(0)
+        for value in values:
+            largest = max(largest, abs(value))
+        half = simd.float_to_half(largest / np.float32(127))
+        scales[2 * group] = half & 0xFF
+        scales[2 * group + 1] = half >> 8
+        scale = simd.half_to_float(half)
+        for k in range(SCALE_GROUP):
+            code = np.rint(values[k] / scale) if scale > 0 else np.float32(0)
+            codes[group * SCALE_GROUP + k] = np.uint8(np.int8(min(max(code, np.float32(-127)), np.float32(127))))
+
+
+@njit
+def _quantize_q4_0(x, out):
+    for block in range(len(x) // 32):
+        values = x[block * 32 : block * 32 + 32]
+        peak = np.float32(0)
+        for value in values:
+            if abs(value) > abs(peak):
+                peak = value
+        d = peak / np.float32(-8)
+        inverse = np.float32(1) / d if d != 0 else np.float32(0)
+        half = simd.float_to_half(d)
+        at = block * 18
+        out[at] = half & 0xFF
+        out[at + 1] = half >> 8
+        for k in range(16):
+            low = min(15, np.int32(values[k] * inverse + np.float32(8.5)))
+            high = min(15, np.int32(values[k + 16] * inverse + np.float32(8.5)))
+            out[at + 2 + k] = low | high << 4
+
+
+@njit
+def _store_cell(storage, x, codes, scales):
+    if storage == CELL_F16:
+        halves = codes.view(np.uint16)
+        for k in range(0, len(x), ROWS):
+            simd.store_f16(halves, k, simd.load(x, k))
+    elif storage == CELL_F32:
+        codes[:] = x.view(np.uint8)
+    elif storage == CELL_INT8:
+        _quantize_int8(x, codes, scales)
+    else:
+        _quantize_q4_0(x, codes)
+
+
+@njit
+def append_cells(storage, x, first_cell, codes, scales):
+    """Store x float32 [T, heads, D] in cells first_cell.. of one pool.
+
+    codes uint8 [pages, heads, PAGE, bytes], scales uint8 [pages, heads, PAGE, 2 D / 64] (width 0 where the storage
+    has no scales).
+    """
+    for t in range(x.shape[0]):
+        page, slot = (first_cell + t) // PAGE, (first_cell + t) % PAGE
+        for h in range(x.shape[1]):
+            _store_cell(storage, x[t, h], codes[page, h, slot], scales[page, h, slot])
+
+
+@njit
+def _load_cell(storage, codes, at, scales, scales_at, width, out, out_at):
+    """Widen one head's cell to float32; `at` and `scales_at` are byte offsets in the whole pools."""
+    if storage == CELL_F16:
+        for k in range(0, width, ROWS):
+            simd.store(out, out_at + k, simd.load_f16(codes, at + 2 * k))
+    elif storage == CELL_F32:
+        for k in range(0, width, ROWS):
+            simd.store(out, out_at + k, simd.load_f32(codes, at + 4 * k))
+    elif storage == CELL_INT8:
+        flat = scales.ravel()
+        for k in range(0, width, ROWS):
+            s = scales_at + 2 * (k // SCALE_GROUP)
+            scale = simd.half_to_float(np.uint16(flat[s]) | np.uint16(flat[s + 1]) << np.uint16(8))
+            simd.store(out, out_at + k, simd.mul(simd.load_i8(codes, at + k), simd.splat(scale)))
+    else:
+        flat = codes.ravel()
+        for block in range(width // 32):
+            b = at + block * 18
+            scale = simd.half_to_float(np.uint16(flat[b]) | np.uint16(flat[b + 1]) << np.uint16(8))
+            for k in range(16):
+                byte = np.int32(flat[b + 2 + k])
+                out[out_at + block * 32 + k] = scale * np.float32((byte & 15) - 8)
+                out[out_at + block * 32 + k + 16] = scale * np.float32((byte >> 4) - 8)
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+SEGMENT = 64  # pages whose softmax is taken together; partial results are merged in the order of the segments
+CELLS = SEGMENT * PAGE
+TOKENS = 16  # tokens of a prompt that share one widening of a cell
+_EMPTY = np.float32(-3.0e38)
+
+
+@njit
+def dot(a, a_at, b, b_at, n):
+    total = simd.splat(np.float32(0))
+    for k in range(0, n, ROWS):
+        total = simd.fma(simd.load(a, a_at + k), simd.load(b, b_at + k), total)
+    return simd.sum_lanes(total)
+
+
+@njit
+def _visible_cells(pages, first, last, position):
+    """How many cells of the pages first..last-1 a token at `position` sees; they are the first ones (may be <= 0)."""
+    if len(pages):
+        return (last - 1 - first) * PAGE + min(PAGE, position + 1 - pages[last - 1] * PAGE)
+    return min((last - first) * PAGE, position + 1 - first * PAGE)
+
+
+PAGES_AHEAD = 8  # pages asked for before they are read; the hardware does not foresee steps over other heads' cells
+
+
+@njit
+def _widen_as(storage, codes, scales, pages, first, n_cells, head, width, out):
+    n_kv, row, scale_row = codes.shape[1], codes.shape[3], scales.shape[3]
+    for c in range(n_cells):
+        p = first + c // PAGE
+        page = pages[p] if len(pages) else p
+        if c % PAGE == 0:
+            ahead = min(p + PAGES_AHEAD, len(pages) - 1)
+            later = pages[ahead] if len(pages) else p + PAGES_AHEAD
+            for line in range(0, PAGE * row, simd.LINE):
+                simd.prefetch(codes, (later * n_kv + head) * PAGE * row + line)
+        at = (page * n_kv + head) * PAGE + c % PAGE
+        _load_cell(storage, codes, at * row, scales, at * scale_row, width, out, c * width)
+
+
+@njit
+def _widen_cells(storage, codes, scales, pages, first, n_cells, head, width, out):
+    """Cells of one head from page `first` of a list (an empty one: of all pages) as float32 rows of `out`."""
+    # Numba compiles a callee anew for each number that it is given literally: a loop without questions a storage.
+    if storage == CELL_F16:
+        _widen_as(CELL_F16, codes, scales, pages, first, n_cells, head, width, out)
+    elif storage == CELL_F32:
+        _widen_as(CELL_F32, codes, scales, pages, first, n_cells, head, width, out)
+    elif storage == CELL_INT8:
+        _widen_as(CELL_INT8, codes, scales, pages, first, n_cells, head, width, out)
+    else:
+        _widen_as(CELL_Q4_0, codes, scales, pages, first, n_cells, head, width, out)
+
+
+MOST_BY_LANES = 8  # queries up to which adding across lanes is cheaper than transposing the rows
+
+
+@njit
+def _dots(rows, width, queries, n, room, sums):
+    """sums[i, r] = query i . rows[r] for sixteen rows and the `n` queries that `_put_query` put; all flat.
+
+    `room` is of `_dots_room`. Both ways add the same products in the same order, that of `dot`.
+    """
+    if n <= MOST_BY_LANES:
+        _dots_by_lanes(rows, width, queries, n, room, sums)
+    else:
+        _dots_by_columns(rows, width, queries, n, room, sums)
+
+
+@njit
+def _dots_room(n, width):
+    """float32 that `_dots` needs beside its arguments: transposed rows and partial sums, or sums of lanes."""
+    return ROWS * width + 4 * n * ROWS if n > MOST_BY_LANES else ROWS * ROWS
+
+
+@njit
+def _put_query(x, x_at, width, n, queries, i):
+    """Query `i` of `n` for `_dots`, from element `x_at` of x: as it is, or in the order of `simd.transpose`."""
+    if n <= MOST_BY_LANES:
+        for k in range(0, width, ROWS):
+            simd.store(queries, i * width + k, simd.load(x, x_at + k))
+        return
+    flat, quarter = x.reshape(x.size), width // 4
+    for k in range(width):
+        c = k % ROWS
+        queries[i * width + c % 4 * quarter + k // ROWS * 4 + c // 4 % 2 * 2 + c // 8] = flat[x_at + k]
+
+
+@njit
+def _dots_by_lanes(rows, width, queries, n, room, sums):
+    for i in range(n):
+        for r in range(ROWS):
+            total = simd.splat(np.float32(0))
+            for k in range(0, width, ROWS):
+                total = simd.fma(simd.load(rows, r * width + k), simd.load(queries, i * width + k), total)
+            simd.store(room, r * ROWS, total)
+        simd.store(sums, i * ROWS, simd.sum_rows(room, 0))
+
+
+@njit
+def _dots_by_columns(rows, width, queries, n, room, sums):
+    quarter = width // 4
+    columns, partial = room[: ROWS * width], room[ROWS * width :]
+    for k in range(0, width, ROWS):
+        simd.transpose(rows, k, width, columns, k * 4, quarter * ROWS)
+    partial[: 4 * n * ROWS] = np.float32(0)
+    for part in range(4):
+        weights, sums_here, i = columns[part * quarter * ROWS :], partial[part * n * ROWS :], 0
+        while i + 4 <= n:
+            block_4(weights, quarter // 4, queries, i * width + part * quarter, width, sums_here, i)
+            i += 4
+        while i < n:
+            block_1(weights, quarter // 4, queries, i * width + part * quarter, sums_here, i)
+            i += 1
+    for at in range(0, n * ROWS, ROWS):
+        even = simd.add(simd.load(partial, at), simd.load(partial, at + 2 * n * ROWS))
+        odd = simd.add(simd.load(partial, at + n * ROWS), simd.load(partial, at + 3 * n * ROWS))
+        simd.store(sums, at, simd.add(even, odd))
+
+
+@njit
+def _segment_scores(storage, codes, scales, pages, first, n_cells, head, queries, n, width, scale, scores, cells,
+                    dots_room, sums):
+    """scores[query][cell] of `n_cells` cells from page `first` on; what stands behind them is not set."""
+    for start in range(0, n_cells, ROWS):
+        n_here, page = min(ROWS, n_cells - start), first + start // PAGE
+        _widen_cells(storage, codes, scales, pages, page, n_here, head, width, cells)
+        _dots(cells, width, queries, n, dots_room, sums)
+        for i in range(n):
+            simd.store(scores, i * CELLS + start, simd.mul(simd.load(sums, i * ROWS), simd.splat(scale)))
+
+
+@njit
+def _add_values(cells, width, n_cells, weights, at, partial, partial_at):
+    """partial += sum of weight * V over the first `n_cells` cells, in their order."""
+    k = 0
+    while k + 64 <= width:
+        a, b = simd.load(partial, partial_at + k), simd.load(partial, partial_at + k + 16)
+        c, d = simd.load(partial, partial_at + k + 32), simd.load(partial, partial_at + k + 48)
+        for cell in range(n_cells):
+            weight, v = simd.load_broadcast(weights, at + cell), cell * width + k
+            a = simd.fma(simd.load(cells, v), weight, a)
+            b = simd.fma(simd.load(cells, v + 16), weight, b)
+            c = simd.fma(simd.load(cells, v + 32), weight, c)
+            d = simd.fma(simd.load(cells, v + 48), weight, d)
+        simd.store(partial, partial_at + k, a)
+        simd.store(partial, partial_at + k + 16, b)
+        simd.store(partial, partial_at + k + 32, c)
+        simd.store(partial, partial_at + k + 48, d)
+        k += 64
+    while k < width:
+        a = simd.load(partial, partial_at + k)
+        for cell in range(n_cells):
+            a = simd.fma(simd.load(cells, cell * width + k), simd.load_broadcast(weights, at + cell), a)
+        simd.store(partial, partial_at + k, a)
+        k += ROWS
+
+
+@njit
+def _segment_values(storage, codes, scales, pages, first, n_cells, head, n, width, seen, weights, cells, partial):
+    """partial[query] = sum of weight * V over the cells of the segment that it sees, in their order."""
+    partial[: n * width] = np.float32(0)
+    for start in range(0, n_cells, ROWS):
+        n_here, page = min(ROWS, n_cells - start), first + start // PAGE
+        _widen_cells(storage, codes, scales, pages, page, n_here, head, width, cells)
+        for i in range(n):
+            _add_values(cells, width, min(ROWS, seen[i] - start), weights, i * CELLS + start, partial, i * width)
+
+
+@njit
+def _softmax_segment(scores, at, n):
+    """Turn `n` scores into e ** (score - max); returns (max, sum). The row has room for a multiple of 16."""
+    padded = (n + ROWS - 1) // ROWS * ROWS
+    scores[at + n : at + padded] = _EMPTY
+    top = simd.splat(_EMPTY)
+    for k in range(0, padded, ROWS):
+        top = simd.maximum(top, simd.load(scores, at + k))
+    peak = simd.max_lanes(top)
+    for k in range(0, padded, ROWS):
+        simd.store(scores, at + k, simd.exp(simd.sub(simd.load(scores, at + k), simd.splat(peak))))
+    scores[at + n : at + padded] = np.float32(0)
+    total = simd.splat(np.float32(0))
+    for k in range(0, padded, ROWS):
+        total = simd.add(total, simd.load(scores, at + k))
+    return peak, simd.sum_lanes(total)
+
+
+@njit
+def _merge(peak, total, partial, part_at, peaks, sums, out, out_at, width):
+    """Fold one segment's (peak, total, weighted V) into the running ones at index `part_at`."""
+    if sums[part_at] == np.float32(0):
+        keep, fresh = np.float32(0), np.float32(1)
+        peaks[part_at] = peak
+    else:
+        top = max(peaks[part_at], peak)
+        keep, fresh = np.exp(peaks[part_at] - top), np.exp(peak - top)
+        peaks[part_at] = top
+    sums[part_at] = sums[part_at] * keep + total * fresh
+    for k in range(0, width, ROWS):
+        value = simd.mul(simd.load(out, out_at + k), simd.splat(keep))
+        simd.store(out, out_at + k, simd.fma(simd.load(partial, part_at * width + k), simd.splat(fresh), value))
+
+
+@njit
+def _attend_segment(k_storage, v_storage, pools, pages, first, last, head, queries, n, group, width, position, scale,
+                    room, partial, peaks, sums):
+    """Softmax and weighted V of the pages first..last - 1 for `n` queries, `group` of them a token from `position`."""
+    scores, cells, dots_room, dots, seen = room
+    k_codes, k_scales, v_codes, v_scales = pools
+    for i in range(n):
+        seen[i] = _visible_cells(pages, first, last, position + i // group)
+    n_cells = max(0, seen[n - 1])  # of the latest token
+    _segment_scores(k_storage, k_codes, k_scales, pages, first, n_cells, head, queries, n, width, scale, scores, cells,
+                    dots_room, dots)
+    for i in range(n):
+        sums[i] = np.float32(0)
+        if seen[i] > 0:
+            peaks[i], sums[i] = _softmax_segment(scores, i * CELLS, seen[i])
+    _segment_values(v_storage, v_codes, v_scales, pages, first, n_cells, head, n, width, seen, scores, cells, partial)
+
+
+@njit
+def _room(n, width):
+    """What a segment needs beside its results: scores, widened cells, room for `_dots`, its results, cells seen."""
+    return (
+        simd.scratch(n * CELLS), simd.scratch(ROWS * width), simd.scratch(_dots_room(n, width)),
+        simd.scratch(n * ROWS), np.empty(n, np.int64),
+    )
+
+
+@njit
+def _queries(q, width, token, n_tokens, head, group):
+    """The queries of one K/V head, token by token, as `_dots` takes them."""
+    n = n_tokens * group
+    queries = simd.scratch(n * width)
+    for i in range(n):
+        _put_query(q, ((token + i // group) * q.shape[1] + head * group + i % group) * width, width, n, queries, i)
+    return queries
+
+
+@njit
+def _attend_tile(width, k_storage, v_storage, pools, pages, n_pages, head, q, token, n_tokens, position, scale, out):
+    """All segments, one after the other, for up to TOKENS tokens and the query heads of one K/V head."""
+    group = q.shape[1] // pools[0].shape[1]
+    n = n_tokens * group
+    queries, room = _queries(q, width, token, n_tokens, head, group), _room(n, width)
+    partial, result = simd.scratch(n * width), simd.scratch(n * width)
+    result[:] = np.float32(0)
+    peaks, sums = np.empty(n, np.float32), np.empty(n, np.float32)
+    top, total = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    for first in range(0, n_pages, SEGMENT):
+        _attend_segment(k_storage, v_storage, pools, pages, first, min(first + SEGMENT, n_pages), head, queries, n,
+                        group, width, position, scale, room, partial, peaks, sums)
+        for i in range(n):
+            if sums[i] > np.float32(0):
+                _merge(peaks[i], sums[i], partial, i, top, total, result, i * width, width)
+    for i in range(n):
+        row = out[token + i // group, head * group + i % group]
+        for k in range(width):
+            row[k] = result[i * width + k] / total[i]
+
+
+def attention(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out, team=None):
+    """Causal attention of T tokens at cells position..position+T-1 over every cell up to their own.
+
+    q, out float32 [T, H, D]; pools as in `append_cells`, K heads shared by H / K query heads in order. The softmax is
+    taken per segment of 64 pages and merged in order, so neither T nor the number of threads changes a bit.
+    """
+    pools, n_pages = (k_codes, k_scales, v_codes, v_scales), (position + PAGE) // PAGE
+    _attend(team, k_storage, v_storage, pools, q, position, scale, out, _NO_BLOCKS, _NO_COUNTS, n_pages)
+
+
+def attention_selected(k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, blocks, counts,
+                       out, team=None):
+    """`attention` over chosen pages only: token t reads pages blocks[t, :counts[t]] (ascending, its own page last)."""
+    pools = k_codes, k_scales, v_codes, v_scales
+    _attend(team, k_storage, v_storage, pools, q, position, scale, out, blocks, counts, int(counts[0]))
+
+
+_NO_BLOCKS, _NO_COUNTS = np.empty((0, 1), np.int32), np.empty(0, np.int64)
+
+
+def _attend(team, k_storage, v_storage, pools, q, position, scale, out, blocks, counts, n_pages) -> None:
+    """One token is cut by segments, several are cut by tiles of tokens; both give the same sums."""
+    control, shared = awake(team), (k_storage, v_storage, *pools, q, position, scale, out)
+    width = q.shape[2] if q.shape[2] in _TILE else 0
+    if len(q) == 1:
+        _attend_token(control, _SEGMENT[width].address, *shared, blocks, n_pages)
+    else:
+        _attend_tokens(control, _TILE[width].address, *shared, blocks, counts, 1 if len(blocks) else TOKENS)
+
+
+@njit
+def _put_attention(control, operation, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
+                   out):
+    """The arguments that every attention job needs; the next free one is number 19."""
+    put(control, operation, (
+        np.int64(k_storage), np.int64(v_storage), np.int64(k_codes.ctypes.data), np.int64(k_scales.ctypes.data),
+        np.int64(v_codes.ctypes.data), np.int64(v_scales.ctypes.data), np.int64(q.ctypes.data), np.int64(position),
+        np.int64(out.ctypes.data), np.int64(k_codes.shape[0]), np.int64(k_codes.shape[1]), np.int64(k_codes.shape[3]),
+        np.int64(k_scales.shape[3]), np.int64(v_codes.shape[3]), np.int64(v_scales.shape[3]), np.int64(q.shape[0]),
+        np.int64(q.shape[1]), np.int64(q.shape[2]),
+    ))
+    control.view(np.float64)[ARGUMENTS + 18] = scale
+
+
+@njit
+def _attend_tokens(control, tile_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
+                   out, blocks, counts, per_tile):
+    _put_attention(control, tile_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
+                   out)
+    control[ARGUMENTS + 19] = per_tile
+    control[ARGUMENTS + 20] = blocks.shape[1]
+    control[ARGUMENTS + 21] = len(blocks)
+    control[ARGUMENTS + 22] = np.int64(blocks.ctypes.data)
+    control[ARGUMENTS + 23] = np.int64(counts.ctypes.data)
+    run_jobs(control, (len(q) + per_tile - 1) // per_tile * k_codes.shape[1])
+
+
+@njit
+def _attend_token(control, segment_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
+                  out, blocks, n_pages):
+    """Each segment leaves weighted V, peaks and sums, which are merged in the order of the segments."""
+    n_kv = k_codes.shape[1]
+    group, n_jobs = q.shape[1] // n_kv, (n_pages + SEGMENT - 1) // SEGMENT * n_kv
+    partial = simd.scratch(n_jobs * group * q.shape[2]).reshape(n_jobs, group * q.shape[2])
+    peaks_sums = np.empty((2, n_jobs, group), np.float32)
+    _put_attention(control, segment_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
+                   out)
+    control[ARGUMENTS + 19] = n_pages
+    control[ARGUMENTS + 20] = n_pages if len(blocks) else 0
+    control[ARGUMENTS + 21] = n_jobs
+    control[ARGUMENTS + 22] = np.int64(blocks.ctypes.data)
+    control[ARGUMENTS + 23] = np.int64(partial.ctypes.data)
+    control[ARGUMENTS + 24] = np.int64(peaks_sums.ctypes.data)
+    run_jobs(control, n_jobs)
+    _merge_segments(partial, peaks_sums, n_kv, out)
+
+
+@njit
+def _attention_arrays(c, width):
+    """The four pools of `_put_attention`, q and out."""
+    pages, n_kv = c[9], c[10]
+    pools = (
+        carray(pointer_to(c[2]), (pages, n_kv, PAGE, c[11]), np.uint8),
+        carray(pointer_to(c[3]), (pages, n_kv, PAGE, c[12]), np.uint8),
+        carray(pointer_to(c[4]), (pages, n_kv, PAGE, c[13]), np.uint8),
+        carray(pointer_to(c[5]), (pages, n_kv, PAGE, c[14]), np.uint8),
+    )
+    shape = (c[15], c[16], width)
+    return pools, carray(pointer_to(c[6]), shape, np.float32), carray(pointer_to(c[8]), shape, np.float32)
+
+
+@njit
+def _tile(width, control, job):
+    """A tile of tokens with the query heads of one K/V head; with a page list a tile is one token."""
+    c = control_array(control)[ARGUMENTS:]
+    scale = np.float32(c.view(np.float64)[18])
+    pools, q, out = _attention_arrays(c, width)
+    n_kv, per_tile, n_lists = c[10], c[19], c[21]
+    token = job // n_kv * per_tile
+    n_tokens, position = min(per_tile, q.shape[0] - token), c[7] + token
+    pages, n_pages = carray(pointer_to(c[22]), (0,), np.int32), (position + n_tokens - 1 + PAGE) // PAGE
+    if n_lists:
+        n_pages = carray(pointer_to(c[23]), (n_lists,), np.int64)[token]
+        pages = carray(pointer_to(c[22] + 4 * token * c[20]), (n_pages,), np.int32)
+    _attend_tile(width, c[0], c[1], pools, pages, n_pages, job % n_kv, q, token, n_tokens, position, scale, out)
+
+
+@njit
+def _segment(width, control, job):
+    """Segment job // K of K/V head job mod K for one token."""
+    c = control_array(control)[ARGUMENTS:]
+    scale = np.float32(c.view(np.float64)[18])
+    pools, q, _ = _attention_arrays(c, width)
+    n_kv, n_pages, n_listed, n_jobs = c[10], c[19], c[20], c[21]
+    group, first = q.shape[1] // n_kv, job // n_kv * SEGMENT
+    pages = carray(pointer_to(c[22]), (n_listed,), np.int32)
+    partial = carray(pointer_to(c[23]), (n_jobs, group * width), np.float32)
+    peaks_sums = carray(pointer_to(c[24]), (2, n_jobs, group), np.float32)
+    queries = _queries(q, width, 0, 1, job % n_kv, group)
+    _attend_segment(c[0], c[1], pools, pages, first, min(first + SEGMENT, n_pages), job % n_kv, queries, group, group,
+                    width, c[7], scale, _room(group, width), partial[job], peaks_sums[0, job], peaks_sums[1, job])
+
+
+# Numba compiles a callee anew for each number that it is given literally; so usual widths have loops of a known length.
+
+
+def _tile_64(control, job):
+    _tile(64, control, job)
+
+
+def _tile_128(control, job):
+    _tile(128, control, job)
+
+
+def _tile_256(control, job):
+    _tile(256, control, job)
+
+
+def _tile_any(control, job):
+    _tile(control_array(control)[ARGUMENTS + 17], control, job)
+
+
+def _segment_64(control, job):
+    _segment(64, control, job)
+
+
+def _segment_128(control, job):
+    _segment(128, control, job)
+
+
+def _segment_256(control, job):
+    _segment(256, control, job)
+
+
+def _segment_any(control, job):
+    _segment(control_array(control)[ARGUMENTS + 17], control, job)
+
+
+_TILE = {64: Job(_tile_64), 128: Job(_tile_128), 256: Job(_tile_256), 0: Job(_tile_any)}
+_SEGMENT = {64: Job(_segment_64), 128: Job(_segment_128), 256: Job(_segment_256), 0: Job(_segment_any)}
+
+
+@njit
+def _merge_segments(partial, peaks_sums, n_kv, out):
+    """Merge one token's segments in their order: the sums of `_attend_tile`."""
+    group, width = peaks_sums.shape[2], out.shape[2]
+    top, total, result = np.zeros(group, np.float32), np.zeros(group, np.float32), np.empty(group * width, np.float32)
+    for head in range(n_kv):
+        total[:] = np.float32(0)
+        result[:] = np.float32(0)
+        for job in range(head, len(partial), n_kv):
+            for g in range(group):
+                peak, part = peaks_sums[0, job, g], peaks_sums[1, job, g]
+                if part > np.float32(0):
+                    _merge(peak, part, partial[job], g, top, total, result, g * width, width)
+        for g in range(group):
+            for k in range(width):
+                out[0, head * group + g, k] = result[g * width + k] / total[g]
+
+
+# --- the choice of blocks -----------------------------------------------------------------------------------------
+
+
+@njit
+def _nth_largest(scores, n, rank):
+    """The score of rank `rank` (1 the largest) among scores[:n], none negative, byte by byte of its bit pattern."""
+    bits, prefix, known = scores.view(np.uint32), np.uint32(0), np.uint32(0)
+    counts = np.empty(256, np.int64)
+    for shift in (24, 16, 8, 0):
+        counts[:] = 0
+        for i in range(n):
+            if bits[i] & known == prefix:
+                counts[bits[i] >> np.uint32(shift) & np.uint32(255)] += 1
+        byte = 255
+        while counts[byte] < rank:
+            rank -= counts[byte]
+            byte -= 1
+        prefix |= np.uint32(byte) << np.uint32(shift)
+        known |= np.uint32(255) << np.uint32(shift)
+    return prefix
+
+
+@njit
+def _select(scores, n, keep, out):
+    """The `keep` largest of scores[:n] as ascending indices, equal scores by the lowest index."""
+    bits, limit = scores.view(np.uint32), _nth_largest(scores, n, keep)
+    above = 0
+    for b in range(n):
+        above += bits[b] > limit
+    ties, m = keep - above, 0
+    for b in range(n):
+        if bits[b] > limit:
+            out[m] = b
+            m += 1
+        elif bits[b] == limit and ties > 0:
+            out[m] = b
+            m += 1
+            ties -= 1
+    return m
+
+
+def select_blocks(queries, pooled, position, keep, blocks, counts, team=None):
+    """For token t the `keep` complete blocks of highest score, ascending, and the open block behind them.
+
+    queries float32 [T, heads, D] (normed, rotated), pooled float32 [rows, D]; score = sum over heads of
+    relu(query . pooled). blocks int32 [T, keep + 1], counts int64 [T].
+    """
+    _select_blocks(awake(team), _SELECT.address, queries, pooled, position, keep, blocks, counts)
+
+
+@njit
+def _select_blocks(control, select_job, queries, pooled, position, keep, blocks, counts):
+    put(control, select_job, (
+        np.int64(queries.ctypes.data), np.int64(pooled.ctypes.data), np.int64(position), np.int64(keep),
+        np.int64(blocks.ctypes.data), np.int64(counts.ctypes.data), np.int64(queries.shape[0]),
+        np.int64(queries.shape[1]), np.int64(queries.shape[2]), np.int64(pooled.shape[0]),
+    ))
+    run_jobs(control, len(queries))
+
+
+@njit
+def _block_scores(queries, pooled, n_blocks, scores):
+    """scores[b] = sum over heads, in their order, of relu(query . pooled[b]); queries [heads, D], room for 15 more."""
+    n_heads, width = queries.shape
+    keys, ordered = pooled.reshape(pooled.size), simd.scratch(n_heads * width)
+    for h in range(n_heads):
+        _put_query(queries, h * width, width, n_heads, ordered, h)
+    rows, room = np.zeros(ROWS * width, np.float32), simd.scratch(_dots_room(n_heads, width))
+    sums, zero = simd.scratch(n_heads * ROWS), simd.splat(np.float32(0))
+    for first in range(0, n_blocks, ROWS):
+        n_here = min(ROWS, n_blocks - first)
+        rows[: n_here * width] = keys[first * width : (first + n_here) * width]
+        _dots(rows, width, ordered, n_heads, room, sums)
+        total = zero
+        for h in range(n_heads):
+            total = simd.add(total, simd.maximum(simd.load(sums, h * ROWS), zero))
+        simd.store(scores, first, total)
+
+
+def _select_job(control, t):
+    """The blocks of token t."""
+    c = control_array(control)[ARGUMENTS:]
+    position, keep, n_heads, width = c[2], c[3], c[7], c[8]
+    queries = carray(pointer_to(c[0]), (c[6], n_heads, width), np.float32)
+    pooled = carray(pointer_to(c[1]), (c[9], width), np.float32)
+    blocks, counts = carray(pointer_to(c[4]), (c[6], keep + 1), np.int32), carray(pointer_to(c[5]), (c[6],), np.int64)
+    complete = (position + t + 1) // PAGE
+    m = min(complete, keep)
+    if complete <= keep:
+        for b in range(complete):
+            blocks[t, b] = b
+    else:
+        scores = np.empty(complete + ROWS - 1, np.float32)
+        _block_scores(queries[t], pooled, complete, scores)
+        m = _select(scores, complete, keep, blocks[t])
+    if (position + t + 1) % PAGE:
+        blocks[t, m] = complete
+        m += 1
+    counts[t] = m
+
+
+_SELECT = Job(_select_job)
