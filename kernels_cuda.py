@@ -24,7 +24,7 @@ from cudaattention import (  # noqa: F401
     select_blocks,
 )
 from cudablock import EMPTY, MAX_THREADS, block_sum, inverse_rms, sigmoid
-from cudapacks import Pack, expert_matmul, gather_rows, matmul, pack  # noqa: F401
+from cudapacks import Pack, gather_rows, matmul, pack  # noqa: F401
 from cudapools import (  # noqa: F401
     DEVICE_ERRORS,
     Residency,
@@ -43,6 +43,7 @@ from cudapools import (  # noqa: F401
     write_bytes,
     zeros,
 )
+from expertcache import ExpertError, expert_matmul, pack_experts, place_experts  # noqa: F401
 from kernels_cpu import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ngram_rows  # noqa: F401
 
 MAX_STATE = 128  # widest state of a gated delta net head

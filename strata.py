@@ -306,6 +306,22 @@ SERVE_OPTIONS = (
         "|".join(ACTIVATIONS),
         "what quantised weights are multiplied with (default: int8, rounded; float is exact and slower)",
     ),
+    Option(
+        "expert_cache_mib",
+        int,
+        0,
+        _number(0),
+        "N",
+        "CUDA: VRAM for experts, the CPU computes with those that find no room (default: 0, what is free)",
+    ),
+    Option(
+        "expert_profile_save",
+        str,
+        None,
+        _text,
+        "FILE",
+        "CUDA: file that remembers which experts are used most; a start puts these into VRAM first (default: none)",
+    ),
 )
 
 # The front checks these further: it knows what a name, an origin or a host is.

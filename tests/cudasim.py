@@ -2,11 +2,14 @@
 
 A process has one mode, so those files are run by test_kernels_cuda.py in processes of their own. Two faults of the
 simulator with several threads a block are mended here: two threads that reach a shared array first could get one each,
-and a device function of another module could lose its `cuda` when another thread left it.
+and a device function of another module could lose its `cuda` when another thread left it. And where a device rounds
+`cuda.fma` once, the simulator does twice.
 """
 
 # ruff: noqa: E402  (what is set before numba is imported has to come first)
 
+import ctypes
+import ctypes.util
 import os
 import sys
 import threading
@@ -42,7 +45,17 @@ class _Running:
         return getattr(kernel._get_kernel_context(), name)
 
 
+_fmaf = ctypes.CDLL(ctypes.util.find_library("m") or "ucrtbase").fmaf  # Windows has it in its C run-time library
+_fmaf.argtypes, _fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
+
+
+def _fma(self, a, b, c):
+    """a * b + c with one rounding."""
+    return np.float32(_fmaf(a, b, c))
+
+
 kernelapi.FakeCUDAShared.array = _shared_array
+kernelapi.FakeCUDAModule.fma = _fma
 cudablock.cuda = _Running()
 
 

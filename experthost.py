@@ -1,0 +1,216 @@
+"""Products of experts on the host, with the bits that the device's kernels give.
+
+It owns the twin of the sums in cudapacks.py; it knows neither slots nor layers. Invariant: a weight is rounded, and a
+row is summed, exactly as there: a slice takes every n-th block of 32 columns, in it one column after the other by fused
+multiply-adds, and the slices are added in their order. Sixteen rows lie in the lanes of a vector, so no sum crosses
+lanes, however the rows are cut or shared out. Read next: expertcache.py.
+"""
+
+import numpy as np
+from numba import carray
+
+import simd
+from jit import njit
+from kernels_cpu import BLOCK, BLOCK_BYTES, F16, F32, JOB_WORK, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
+from team import (
+    ARGUMENTS,
+    HELPERS,
+    Team,
+    await_jobs,
+    claim_job,
+    finish_job,
+    open_jobs,
+    pointer_to,
+    wait_for_jobs,
+)
+
+TILE = 8  # rows of x that share one decoding of a weight
+MAX_SLICES = 16  # of a block of 256 threads, the largest that is launched
+_BYTES = np.array([BLOCK_BYTES[kind] for kind in range(len(BLOCK_BYTES))], np.int64)
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+# kernels_cpu.py decodes the same packs, but for the sign of some zeros, which its own sums do not keep either.
+
+
+@njit
+def _scale(kind, data, at, block, half):
+    """(scale, offset) of 16 columns of sixteen rows: a weight is code * scale + offset. Not for kinds of floats."""
+    d, zero = simd.load_f16(data, at), simd.splat(np.float32(0))
+    sub = block & 7
+    if kind == Q8_0:
+        return d, zero
+    if kind == Q4_0:
+        return d, simd.mul(d, simd.splat(np.float32(-8)))
+    if kind == Q4_1:
+        return d, simd.load_f16(data, at + 32)
+    if kind == Q6_K:
+        scale = simd.mul(d, simd.load_i8(data, at + 32 + sub * 32 + half * ROWS))
+        return scale, simd.mul(scale, simd.splat(np.float32(-32)))
+    scale = simd.mul(d, simd.load_u8(data, at + 64 + sub * ROWS))
+    lowest = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + sub * ROWS))
+    return scale, simd.sub(simd.splat(np.float32(-0.0)), lowest)
+
+
+@njit
+def _codes(kind, data, at, block, quad):
+    """Four columns of sixteen rows, a byte each (of Q8_0 signed, of the others at most 63)."""
+    sub = block & 7
+    if kind == Q8_0:
+        return simd.load_i32(data, at + 32 + quad * 64)
+    if kind == Q4_0:
+        at += 32
+    elif kind == Q4_1:
+        at += 64
+    elif kind == Q4_K:
+        at += 320 + sub * 256
+    elif kind == Q5_K:
+        at += 320 + sub * 320
+    else:
+        at += 288 + sub * 384
+    both = simd.load_i32(data, at + (quad & 3) * 64)
+    low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
+    if kind == Q5_K:
+        bit = simd.bits(simd.load_i32(data, at + 256), np.int32(quad), np.int32(0x01010101))
+        return simd.either(low, simd.shift_left(bit, np.int32(4)))
+    if kind == Q6_K:
+        plane = simd.load_i32(data, at + 256 + (quad >> 2) * 64)
+        top = simd.bits(plane, np.int32(2 * (quad & 3)), np.int32(0x03030303))
+        return simd.either(low, simd.shift_left(top, np.int32(4)))
+    return low
+
+
+@njit
+def _decode_floats(kind, data, at, out):
+    for k in range(BLOCK):
+        if kind == F32:
+            value = simd.load_f32(data, at + k * 64)
+        elif kind == F16:
+            value = simd.load_f16(data, at + k * 32)
+        else:
+            value = simd.load_bf16(data, at + k * 32)
+        simd.store(out, k * ROWS, value)
+
+
+@njit
+def _decode(kind, data, at, block, out):
+    """Column block `block` (32 columns x 16 rows) of the row group at byte `at`, column by column into `out`."""
+    at += (block >> 3 if kind >= Q4_K else block) * _BYTES[kind]
+    if kind < Q8_0:
+        _decode_floats(kind, data, at, out)
+        return
+    for half in range(2):
+        scale, offset = _scale(kind, data, at, block, half)
+        for quad in range(4 * half, 4 * half + 4):
+            codes = _codes(kind, data, at, block, quad)
+            for j in range(4):
+                value = simd.fma(simd.signed_byte(codes, np.int32(j)), scale, offset)
+                simd.store(out, (4 * quad + j) * ROWS, value)
+
+
+# --- sums ---------------------------------------------------------------------------------------------------------
+
+
+@njit
+def _row_group(kind, data, at, n_cols, slices, x, first, n, sums):
+    """Sixteen rows times the rows first..first + n (at most TILE) of x; sums [n][slices][16].
+
+    Neighbouring blocks belong to different slices, so the processor works on several of these chains at once.
+    """
+    weights = carray(simd.stack_f32(512), (512,))
+    sums[: n * slices * ROWS] = np.float32(0)
+    for block in range((n_cols + BLOCK - 1) // BLOCK):
+        _decode(kind, data, at, block, weights)
+        n_columns = min(BLOCK, n_cols - block * BLOCK)
+        for i in range(n):
+            row, place = (first + i) * n_cols + block * BLOCK, (i * slices + block % slices) * ROWS
+            total = simd.load(sums, place)
+            for k in range(n_columns):
+                total = simd.fma(simd.load(weights, k * ROWS), simd.load_broadcast(x, row + k), total)
+            simd.store(sums, place, total)
+
+
+@njit
+def _write_sums(sums, slices, i, out, token, column, n):
+    """The slices of one row of x added in their order: the first `n` of sixteen results to out[token, column:]."""
+    total = simd.splat(np.float32(0))
+    for part in range(slices):
+        total = simd.add(total, simd.load(sums, (i * slices + part) * ROWS))
+    simd.store(sums, i * slices * ROWS, total)
+    for row in range(n):
+        out[token, column + row] = sums[i * slices * ROWS + row]
+
+
+@njit
+def _job(control, job):
+    """Some row groups of one expert times its rows of x."""
+    c = control[ARGUMENTS : ARGUMENTS + 13]
+    kind, group_bytes, n_rows, n_cols, slices, per_job, jobs_each, n_active, n_tokens = c[:9]
+    groups = (n_rows + ROWS - 1) // ROWS
+    active = carray(pointer_to(c[12]), (n_active, 3), np.int64)
+    expert, first, count = active[job // jobs_each]
+    data = carray(pointer_to(c[9]), ((expert + 1) * groups * group_bytes,), np.uint8)
+    x = carray(pointer_to(c[10]), (n_tokens * n_cols,), np.float32)
+    out = carray(pointer_to(c[11]), (n_tokens, n_rows), np.float32)
+    sums = carray(simd.stack_f32(2048), (2048,))  # TILE rows of MAX_SLICES sums of sixteen
+    start = job % jobs_each * per_job
+    for group in range(start, min(start + per_job, groups)):
+        at = (expert * groups + group) * group_bytes
+        for row in range(first, first + count, TILE):
+            n = min(TILE, first + count - row)
+            _row_group(kind, data, at, n_cols, slices, x, row, n, sums)
+            for i in range(n):
+                _write_sums(sums, slices, i, out, row + i, group * ROWS, min(ROWS, n_rows - group * ROWS))
+
+
+# --- the team -----------------------------------------------------------------------------------------------------
+
+
+@njit
+def _work(control):
+    job = claim_job(control)
+    while job >= 0:
+        _job(control, job)
+        finish_job(control)
+        job = claim_job(control)
+
+
+@njit
+def _assist(control):
+    """What a helper does: jobs, until none were open for a while."""
+    while await_jobs(control):
+        _work(control)
+
+
+@njit
+def _run(control, arguments, n_jobs):
+    """Do all jobs, with whatever helpers come by."""
+    for i in range(len(arguments)):
+        control[ARGUMENTS + i] = arguments[i]
+    if n_jobs <= 1 or control[HELPERS] == 0:
+        for job in range(n_jobs):
+            _job(control, job)
+        return
+    open_jobs(control, n_jobs)
+    _work(control)
+    wait_for_jobs(control, n_jobs)
+
+
+def new_team(n_threads: int) -> Team:
+    """The caller and n_threads - 1 helpers for `multiply`; to be closed."""
+    return Team(n_threads, _assist)
+
+
+def multiply(team: Team, weights, x: np.ndarray, active: np.ndarray, slices: int, out: np.ndarray) -> None:
+    """Rows of x times the experts of a pack of kernels_cpu.py, summed in `slices` as the device's blocks do it.
+
+    x float32 [n, n_cols], out [n, n_rows]; active int64 [m, 3]: expert, first row, number of rows.
+    """
+    w, n_active = weights, len(active)
+    groups = -(-w.n_rows // ROWS)
+    per_job = max(1, min(groups, JOB_WORK // (ROWS * w.n_cols * max(1, len(x) // max(1, n_active)))))
+    jobs_each = -(-groups // per_job)
+    addresses = [array.ctypes.data for array in (w.data, x, out, active)]
+    shape = (w.kind, w.group_bytes, w.n_rows, w.n_cols, slices, per_job, jobs_each, n_active, len(x))
+    team.wake()
+    _run(team.control, np.array([*shape, *addresses], np.int64), jobs_each * n_active)
