@@ -250,8 +250,10 @@ def place_experts(parts: list, ranking: list[list[int]] | None, asked_bytes: int
         for part in parts:
             part.gate, part.up, part.down = (to_device(pack) for pack in (part.gate, part.up, part.down))
         return cache
-    _fill(cache, parts, lent_bytes, n_threads)
+    _share_out(cache, parts, lent_bytes, n_threads)
     cache.pin(log)
+    for layer in layers:
+        layer.fill()
     shown = f"{min(n_slots)} to {max(n_slots)}" if min(n_slots) < max(n_slots) else f"{n_slots[0]}"
     held = sum(size * n for size, n in zip(sizes, n_slots, strict=True))
     log(f"experts: {shown} of {n_experts} a layer on the device ({held >> 20} MiB), the others on {n_threads} threads")
@@ -277,12 +279,11 @@ def _slots(sizes: list[int], n_experts: int, room: float, lent_bytes: int) -> li
     return slots
 
 
-def _fill(cache: ExpertCache, parts: list, lent_bytes: int, n_threads: int) -> None:
-    """Slots, and the memory and threads that all layers share."""
+def _share_out(cache: ExpertCache, parts: list, lent_bytes: int, n_threads: int) -> None:
+    """Give each layer its packs with empty slots, and the memory and threads that all have in common."""
     lent, team = cuda.device_array(lent_bytes, np.uint8), experthost.new_team(n_threads)
     weakref.finalize(cache, team.close)
     for layer, part in zip(cache.layers, parts, strict=True):
         layer.team, n_slots = team, int((layer.slot_of >= 0).sum())
         layer.packs = tuple(ExpertPack(layer, pack, n_slots, lent) for pack in (part.gate, part.up, part.down))
         part.gate, part.up, part.down = layer.packs
-        layer.fill()

@@ -29,6 +29,7 @@ class ExpertProfile:
         self.path = os.path.realpath(path)  # a link stays, what it points to is replaced
         self.n_layers, self.n_experts, self._log = n_layers, n_experts, log
         self._header = f"{TITLE}\nmodel {model:016x} layers {n_layers} experts {n_experts}\n"
+        self._most_bytes = len(self._header) + n_layers * (n_experts * len(f"{n_experts} ") + 1)
         self._saved_at = time.monotonic()
 
     # --- reading
@@ -48,6 +49,7 @@ class ExpertProfile:
         self._log(f"--expert-profile-save: {self.path} is not used, the order of the model is: {reason}")
 
     def _text(self) -> str | None:
+        """The file, or as much of it as is one byte too long."""
         # A pipe without a writer must not hold up the start.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         try:
@@ -57,11 +59,8 @@ class ExpertProfile:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise ValueError("it is no regular file")
-        most = len(self._header) + self.n_layers * (self.n_experts * len(f"{self.n_experts} ") + 1)
         with open(descriptor, "rb") as file:
-            raw = file.read(most + 1)
-        if len(raw) > most:
-            raise ValueError(f"it is longer than the {most} bytes that a profile of this model can have")
+            raw = file.read(self._most_bytes + 1)
         if not raw.isascii():
             raise ValueError("it holds other bytes than text")
         return raw.decode("ascii")
@@ -73,6 +72,8 @@ class ExpertProfile:
             raise ValueError("it is no expert profile of this format")
         if f"{title}\n{header}\n" != self._header:
             raise ValueError(f"it is for {header[:80]!r}, this is {self._header.splitlines()[1]!r}")
+        if len(text) > self._most_bytes:
+            raise ValueError(f"it is longer than the {self._most_bytes} bytes that a profile of this model can have")
         lines = body.removesuffix("\n").split("\n")
         if len(lines) != self.n_layers:
             raise ValueError(f"it has {len(lines)} layers of {self.n_layers}")

@@ -8,8 +8,6 @@ and a device function of another module could lose its `cuda` when another threa
 
 # ruff: noqa: E402  (what is set before numba is imported has to come first)
 
-import ctypes
-import ctypes.util
 import os
 import sys
 import threading
@@ -19,11 +17,13 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 sys.setswitchinterval(1e-5)
 
 import numpy as np
-from numba import config
+from numba import config, types
 from numba.cuda.simulator import kernel, kernelapi
+from numba.extending import intrinsic
 
 import cudablock
 import cudapools
+from jit import njit
 
 __all__ = ["config", "small_blocks"]
 
@@ -45,13 +45,22 @@ class _Running:
         return getattr(kernel._get_kernel_context(), name)
 
 
-_fmaf = ctypes.CDLL(ctypes.util.find_library("m") or "ucrtbase").fmaf  # Windows has it in its C run-time library
-_fmaf.argtypes, _fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float
+@intrinsic
+def _fused(typingctx, a, b, c):
+    def codegen(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@njit
+def _fma_float32(a, b, c):
+    return _fused(a, b, c)
 
 
 def _fma(self, a, b, c):
     """a * b + c with one rounding."""
-    return np.float32(_fmaf(a, b, c))
+    return np.float32(_fma_float32(np.float32(a), np.float32(b), np.float32(c)))
 
 
 kernelapi.FakeCUDAShared.array = _shared_array

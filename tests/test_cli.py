@@ -80,6 +80,8 @@ def test_what_is_no_number_of_32_bits_is_refused(capsys, number):
         (["--max-contex=5"], "unrecognized arguments: --max-contex=5"),
         (["stray"], "unrecognized arguments: stray"),
         (["--control-vector", ""], "must not be empty"),
+        (["--expert-profile-save", ""], "must not be empty"),
+        (["--expert-cache-mib", "all"], "'all' is not a whole number from 0"),
         (["--layer-split", "1,2"], "one slot, one device"),
         (["--layer-split"], "one slot, one device"),
         (["--peer-device=1"], "one slot, one device"),
