@@ -186,9 +186,14 @@ class ExpertCache:
         return sum(layer.n_copied for layer in self.layers)
 
     @property
-    def hit_rate(self) -> float:
-        """The share of uses, an expert in a pass, that found it on the device."""
-        return sum(layer.n_found for layer in self.layers) / max(1, sum(layer.n_used for layer in self.layers))
+    def n_used(self) -> int:
+        """Experts used since `forget`, once for each pass through their layer."""
+        return sum(layer.n_used for layer in self.layers)
+
+    @property
+    def n_found(self) -> int:
+        """How many of those the device held."""
+        return sum(layer.n_found for layer in self.layers)
 
     def forget(self) -> None:
         """Count from nothing."""

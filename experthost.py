@@ -25,6 +25,7 @@ from team import (
 )
 
 TILE = 8  # rows of x that share one decoding of a weight
+DECODED = BLOCK * ROWS  # weights of a decoded block
 MAX_SLICES = 16  # of a block of 256 threads, the largest that is launched
 _BYTES = np.array([BLOCK_BYTES[kind] for kind in range(len(BLOCK_BYTES))], np.int64)
 
@@ -112,22 +113,50 @@ def _decode(kind, data, at, block, out):
 
 
 @njit
-def _row_group(kind, data, at, n_cols, slices, x, first, n, sums):
-    """Sixteen rows times the rows first..first + n (at most TILE) of x; sums [n][slices][16].
+def _one_block(weights, x, at, n_columns, sums, place):
+    """One column block of sixteen rows times a row of x, on top of the slice's sum."""
+    total = simd.load(sums, place)
+    for k in range(n_columns):
+        total = simd.fma(simd.load(weights, k * ROWS), simd.load_broadcast(x, at + k), total)
+    simd.store(sums, place, total)
 
-    Neighbouring blocks belong to different slices, so the processor works on several of these chains at once.
-    """
-    weights = carray(simd.stack_f32(512), (512,))
+
+@njit
+def _four_blocks(weights, x, at, sums, first, block, slices):
+    """`_one_block` for four neighbours: they belong to different slices, so four chains of sums run side by side."""
+    p0, p1 = (first + block % slices) * ROWS, (first + (block + 1) % slices) * ROWS
+    p2, p3 = (first + (block + 2) % slices) * ROWS, (first + (block + 3) % slices) * ROWS
+    a, b, c, d = simd.load(sums, p0), simd.load(sums, p1), simd.load(sums, p2), simd.load(sums, p3)
+    for k in range(BLOCK):
+        w, i = k * ROWS, at + k
+        a = simd.fma(simd.load(weights, w), simd.load_broadcast(x, i), a)
+        b = simd.fma(simd.load(weights, w + DECODED), simd.load_broadcast(x, i + BLOCK), b)
+        c = simd.fma(simd.load(weights, w + 2 * DECODED), simd.load_broadcast(x, i + 2 * BLOCK), c)
+        d = simd.fma(simd.load(weights, w + 3 * DECODED), simd.load_broadcast(x, i + 3 * BLOCK), d)
+    simd.store(sums, p0, a)
+    simd.store(sums, p1, b)
+    simd.store(sums, p2, c)
+    simd.store(sums, p3, d)
+
+
+@njit
+def _row_group(kind, data, at, n_cols, slices, x, first, n, sums):
+    """Sixteen rows times the rows first..first + n (at most TILE) of x; sums [n][slices][16]."""
+    weights = carray(simd.stack_f32(2048), (2048,))  # four decoded blocks
     sums[: n * slices * ROWS] = np.float32(0)
-    for block in range((n_cols + BLOCK - 1) // BLOCK):
-        _decode(kind, data, at, block, weights)
-        n_columns = min(BLOCK, n_cols - block * BLOCK)
+    block, n_whole = 0, n_cols // BLOCK
+    while block * BLOCK < n_cols:
+        step = 4 if slices >= 4 and block + 4 <= n_whole else 1
+        for i in range(step):
+            _decode(kind, data, at, block + i, weights[i * DECODED :])
         for i in range(n):
-            row, place = (first + i) * n_cols + block * BLOCK, (i * slices + block % slices) * ROWS
-            total = simd.load(sums, place)
-            for k in range(n_columns):
-                total = simd.fma(simd.load(weights, k * ROWS), simd.load_broadcast(x, row + k), total)
-            simd.store(sums, place, total)
+            start = (first + i) * n_cols + block * BLOCK
+            if step == 4:
+                _four_blocks(weights, x, start, sums, i * slices, block, slices)
+            else:
+                n_columns = min(BLOCK, n_cols - block * BLOCK)
+                _one_block(weights, x, start, n_columns, sums, (i * slices + block % slices) * ROWS)
+        block += step
 
 
 @njit

@@ -22,13 +22,14 @@ from numba.cuda.cudadrv.driver import CudaAPIError
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
 
 import cuda_cases
+import gpu_check
 
 import engine as engine_module
 import expertcache
 import kernels_cuda as ops
 from engine import ModelError, Session
 from simulated_sessions import CONTEXT, held, new_session, products_of_the_cpu
-from tinyengine import ask, ids, next_turn
+from tinyengine import MODELS, ask, ids, next_turn
 
 assert cudasim.config.ENABLE_CUDASIM
 assert products_of_the_cpu  # a fixture
@@ -56,6 +57,10 @@ def slots(monkeypatch):
 def products_of_experts(monkeypatch, products_of_the_cpu):
     """All products but those of experts are the CPU's, since a pass takes seconds otherwise."""
     monkeypatch.setattr(ops, "expert_matmul", expertcache.expert_matmul)
+
+
+def model_options(name: str, **options) -> engine_module.EngineOptions:
+    return engine_module.EngineOptions(model=str(MODELS / f"{name}.gguf"), threads=1, **options)
 
 
 def part(kind: str, columns: int = WIDTH, rows: int = HIDDEN, seed: int = 0):
@@ -116,9 +121,9 @@ def test_many_rows_bring_an_expert_to_the_device_and_few_do_not(slots, monkeypat
     x = cuda_cases.normal(np.random.default_rng(1), sum(counts), WIDTH)
     product(mine.gate, x, offsets_of(counts))
     assert on_host == [[[1, 0, 2], [3, 2, 1], [4, 3, 3]]]  # rows of the experts 1, 3 and 4, one behind the other
-    assert (cache.n_copied, cache.hit_rate) == (1, 1 / 5)
+    assert (cache.n_copied, cache.n_found, cache.n_used) == (1, 1, 5)
     product(mine.up, x, offsets_of(counts))
-    assert (cache.n_copied, cache.hit_rate) == (1, 1 / 5)  # an expert's matrices count as one
+    assert (cache.n_copied, cache.n_found, cache.n_used) == (1, 1, 5)  # an expert's matrices count as one
 
 
 def test_more_experts_are_lent_than_there_is_memory_for_at_once(slots, monkeypatch):
@@ -228,7 +233,7 @@ def test_a_driver_that_pins_nothing_is_told_and_does_no_harm(slots, monkeypatch)
 # --- engines
 
 
-def test_asked_room_is_kept_and_too_little_is_refused(monkeypatch, capsys):
+def test_asked_room_is_kept_and_too_little_is_refused(monkeypatch):
     monkeypatch.setattr(engine_module, "MIB", 1)
     whole = new_session(MODEL, expert_cache_mib=1 << 24)
     assert whole.engine.experts.is_resident
@@ -327,26 +332,35 @@ def test_a_bad_profile_is_told_and_replaced(tmp_path, slots):
     slots(1)
     path, lines = tmp_path / "profile", []
     path.write_bytes(b"\xff" * 100)
-    options = engine_module.EngineOptions(
-        model=str(pathlib.Path(__file__).parent / "data/model" / f"{MODEL}.gguf"), backend="cuda", max_context=CONTEXT,
-        threads=1, expert_profile_save=str(path),
-    )  # fmt: skip
-    session = Session(engine_module.Engine.load(options, lines.append))
+    options = {"backend": "cuda", "max_context": CONTEXT, "expert_profile_save": str(path)}
+    session = Session(engine_module.Engine.load(model_options(MODEL, **options), lines.append))
     assert f"--expert-profile-save: {path} is not used" in lines[0]
     session.close()
     assert path.read_text().splitlines()[2] == "0 1 2 3 4"
 
 
-def test_models_without_experts_and_the_cpu_say_that_the_options_have_no_effect(tmp_path):
-    for name, chosen, why in (("qwen2", "cuda", "this model has no experts"), (MODEL, "cpu", "the CPU computes")):
-        lines = []
-        options = engine_module.EngineOptions(
-            model=str(pathlib.Path(__file__).parent / "data/model" / f"{name}.gguf"), backend=chosen, threads=1,
-            max_context=CONTEXT, expert_cache_mib=9, expert_profile_save=str(tmp_path / "profile"),
-        )  # fmt: skip
-        session = Session(engine_module.Engine.load(options, lines.append))
-        session.close()
-        told = [line for line in lines if "no effect" in line]
-        assert [line.split()[0] for line in told] == ["--expert-cache-mib", "--expert-profile-save"]
-        assert all(why in line for line in told)
-    assert not (tmp_path / "profile").exists()
+def test_a_model_without_experts_says_that_the_options_have_no_effect(tmp_path):
+    path, lines = tmp_path / "profile", []
+    options = {"backend": "cuda", "max_context": CONTEXT, "expert_cache_mib": 9, "expert_profile_save": str(path)}
+    session = Session(engine_module.Engine.load(model_options("qwen2", **options), lines.append))
+    session.close()
+    reason = "has no effect: this model has no experts"
+    assert lines == [f"--expert-cache-mib {reason}", f"--expert-profile-save {reason}"]
+    assert not path.exists()
+
+
+def test_the_expert_check_for_a_device_passes():
+    """tools/gpu_check.py, on one small layer."""
+    sizes = gpu_check.ExpertSizes(layers=1, experts=16, used=2, width=32, n_ff=32, decoded=2, prompt=4)
+    rows = gpu_check.check_experts(sizes)
+    assert [(row["on_device"], row["ok"]) for row in rows] == [("all", True), ("half", True)]
+    assert rows[0]["hit_rate"] == 1.0
+    assert 0 <= rows[1]["hit_rate"] < 1
+
+
+def test_the_expert_check_for_a_device_can_fail(monkeypatch):
+    multiply = expertcache.experthost.multiply
+    monkeypatch.setattr(expertcache.experthost, "multiply",
+                        lambda *args: (multiply(*args), np.add(args[-1], np.float32(1), out=args[-1])))  # fmt: skip
+    sizes = gpu_check.ExpertSizes(layers=1, experts=16, used=2, width=32, n_ff=32, decoded=2, prompt=1)
+    assert [row["ok"] for row in gpu_check.check_experts(sizes)] == [True, False]
