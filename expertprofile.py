@@ -112,8 +112,8 @@ class ExpertProfile:
             self._log(f"--expert-profile-save: {self.path} could not be written: {error.strerror}")
 
     def _replace(self, data: bytes) -> None:
-        folder, name = os.path.split(self.path)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{name[:200]}.", suffix=".new", dir=folder)
+        folder = os.path.dirname(self.path)
+        descriptor, temporary = tempfile.mkstemp(prefix=".strata-experts-", dir=folder)
         try:
             with open(descriptor, "wb") as file:
                 file.write(data)

@@ -217,6 +217,13 @@ def _text(text: str) -> str:
     return text
 
 
+def _file(text: str) -> str:
+    """The name of a file that may not be there yet."""
+    if not text.strip() or any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+    return text
+
+
 def _folder(text: str) -> str:
     """The absolute path of a folder for session files, with links followed now: re-pointing one later moves nothing."""
     if not text.strip():
@@ -318,7 +325,7 @@ SERVE_OPTIONS = (
         "expert_profile_save",
         str,
         None,
-        _text,
+        _file,
         "FILE",
         "CUDA: file that remembers which experts are used most; a start puts these into VRAM first (default: none)",
     ),

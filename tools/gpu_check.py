@@ -2,9 +2,9 @@
 
 It runs every kernel against its CPU twin at the sizes of a real layer, measures decode and prefill rates against the
 copy bandwidth found on the spot, holds layers with half of their experts on the device against layers with all, and
-sends a session of 1.2 GB out of and back into the device's pools. It needs a
-device and the packages numba, numba-cuda, numpy, rich and psutil, and for session files crcmod-plus beside them; exit
-code 1 where something is not right. Read next: cuda_cases.py.
+sends a session of 1.2 GB out of and back into the device's pools. It needs a device and the packages numba, numba-cuda,
+numpy, rich and psutil, and for session files crcmod-plus beside them; exit code 1 where something is not right. Read
+next: cuda_cases.py.
 """
 
 import argparse
