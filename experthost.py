@@ -235,6 +235,7 @@ def multiply(team: Team, weights, x: np.ndarray, active: np.ndarray, slices: int
 
     x float32 [n, n_cols], out [n, n_rows]; active int64 [m, 3]: expert, first row, number of rows.
     """
+    assert 1 <= slices <= MAX_SLICES  # a job has room for no more
     w, n_active = weights, len(active)
     groups = -(-w.n_rows // ROWS)
     per_job = max(1, min(groups, JOB_WORK // (ROWS * w.n_cols * max(1, len(x) // max(1, n_active)))))

@@ -118,11 +118,15 @@ def test_many_rows_bring_an_expert_to_the_device_and_few_do_not(slots, monkeypat
     cache = place([mine])
     counts = [9, 2, expertcache.LENT_ROWS, 1, 3]
     x = cuda_cases.normal(np.random.default_rng(1), sum(counts), WIDTH)
-    product(mine.gate, x, offsets_of(counts))
+    result = product(mine.gate, x, offsets_of(counts))
     assert on_host == [[[1, 0, 2], [3, 2, 1], [4, 3, 3]]]  # rows of the experts 1, 3 and 4, one behind the other
     assert (cache.n_copied, cache.n_found, cache.n_used) == (1, 1, 5)
     product(mine.up, x, offsets_of(counts))
     assert (cache.n_copied, cache.n_found, cache.n_used) == (1, 1, 5)  # an expert's matrices count as one
+    slots(EXPERTS)
+    whole = part("Q4_0")
+    place([whole])
+    np.testing.assert_array_equal(result, product(whole.gate, x, offsets_of(counts)))
 
 
 def test_more_experts_are_lent_than_there_is_memory_for_at_once(slots, monkeypatch):
@@ -208,8 +212,8 @@ def test_what_is_free_decides_and_a_margin_stays(monkeypatch):
     mine, lines = part("Q4_0"), []
     size = sum(map(expertcache.matrix_bytes, (mine.gate, mine.up, mine.down)))
     lent = expertcache.LENT * expertcache.matrix_bytes(mine.down)
-    monkeypatch.setattr(expertcache, "free_bytes", lambda: expertcache.MARGIN_BYTES + 700 + lent + 2 * size)
-    ops.place_experts([mine], None, 0, 700, 1, lines.append)
+    monkeypatch.setattr(expertcache, "free_bytes", lambda: expertcache.MARGIN_BYTES + lent + 3 * size)
+    ops.place_experts([mine], None, 0, size, 1, lines.append)
     assert lines == ["experts: 2 of 5 a layer on the device (0 MiB), the others on 1 threads"]
     assert mine.gate.layer.slot_of.tolist() == [0, 1, -1, -1, -1]
 
