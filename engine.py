@@ -199,7 +199,7 @@ class Engine:
         except self.operations.ExpertError as error:
             raise ModelError(f"--expert-cache-mib {options.expert_cache_mib}: {error}") from error
         except self.operations.DEVICE_ERRORS as error:
-            raise ModelError(f"the experts do not fit the device ({error}): lower --expert-cache-mib") from error
+            raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
 
     @property
     def n_experts_copied(self) -> int:
@@ -243,6 +243,7 @@ class Engine:
             raise ModelError(
                 f"the cells of {self.max_context} tokens do not fit the device ({error}):"
                 " lower --max-context or keep fewer there with --kv-resident"
+                + (", or lower --expert-cache-mib" if self.options.expert_cache_mib else "")
             ) from error
 
     def identity(self, phase: Callable[[str, int], None] | None = None) -> Identity:

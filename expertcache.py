@@ -172,13 +172,9 @@ class ExpertCache:
 
     def __init__(self, layers: list[ExpertLayer]):
         self.layers = layers
+        self.is_resident = all((layer.slot_of >= 0).all() for layer in layers)  # for good; then nothing is counted
         self._pins = contextlib.ExitStack()
         self._n_tokens = 0  # since the last period
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether the device holds every expert; then nothing is counted."""
-        return all((layer.slot_of >= 0).all() for layer in self.layers)
 
     @property
     def n_copied(self) -> int:
@@ -204,7 +200,7 @@ class ExpertCache:
     def tokens_read(self, n: int) -> None:
         """To be called between passes: at the end of a period, exchange what is used little for what is used more."""
         self._n_tokens += n
-        if self._n_tokens < PERIOD_TOKENS:
+        if self._n_tokens < PERIOD_TOKENS or self.is_resident:
             return
         self._n_tokens = 0
         gains = [(gain, number, new, old) for number, layer in enumerate(self.layers)
@@ -215,6 +211,7 @@ class ExpertCache:
             layer.uses *= DECAY
 
     def ranking(self) -> list[list[int]]:
+        """Of each layer, its experts in the order in which they are worth a slot."""
         return [layer.ranking() for layer in self.layers]
 
     def pin(self, log: Callable[[str], None]) -> None:

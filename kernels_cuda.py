@@ -2,7 +2,8 @@
 
 It owns the small operations and is the list of all; it knows no layer, no token and no file. Invariant: what is
 computed for a token does not depend on which other tokens stand in the same launch: every sum has one order, set by the
-block size alone. Read next: cudapacks.py for weights, cudaattention.py for attention, cudapools.py for where cells lie.
+block size alone. Read next: cudapacks.py for weights, expertcache.py for experts that are not all on the device,
+cudaattention.py for attention, cudapools.py for where cells lie.
 
 Every kernel runs in Numba's simulator too, which has no warp shuffles, needs one shared array a line and takes the
 arithmetic of NumPy scalars; so integers are cast before they are multiplied and sums go through shared memory.

@@ -249,8 +249,18 @@ def test_experts_that_do_not_fit_the_device_are_refused_at_start(monkeypatch):
         raise CudaAPIError("CUDA_ERROR_OUT_OF_MEMORY")
 
     monkeypatch.setattr(expertcache, "to_device", fail)
-    with pytest.raises(ModelError, match=r"experts do not fit the device .*OUT_OF_MEMORY.*lower --expert-cache-mib"):
+    with pytest.raises(ModelError, match=r"experts do not fit the device .*OUT_OF_MEMORY.*less --expert-cache-mib"):
         new_session(MODEL)
+
+
+def test_cells_that_experts_leave_no_room_for_are_refused_with_both_remedies(monkeypatch):
+    def fail(*_):
+        raise CudaAPIError("CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(ops, "cells", fail)
+    for asked, ending in ((0, "--kv-resident"), (1, "--kv-resident, or lower --expert-cache-mib")):
+        with pytest.raises(ModelError, match=f"cells of {CONTEXT} tokens do not fit the device .*{ending}$"):
+            new_session(MODEL, expert_cache_mib=asked)
 
 
 @pytest.mark.parametrize(
@@ -277,14 +287,14 @@ def test_an_answer_has_the_same_bits_wherever_experts_lie(
 
 def test_a_saved_conversation_goes_on_bitwise_wherever_experts_lie(slots, tmp_path, products_of_experts):
     slots(1)
-    through = new_session()
+    through = new_session("qwen35moe")
     prompt = ids(5)
     reply = ask(through, prompt, 2)
     saved = through.save(str(tmp_path / "a.bin"))
     turn = next_turn(prompt, reply, 3, 2)
     first = ask(through, turn, 2)
     slots(0)
-    restarted = new_session()
+    restarted = new_session("qwen35moe")
     assert restarted.restore(str(tmp_path / "a.bin")).n_tokens == saved.n_tokens
     second = ask(restarted, turn, 2)
     assert (second.tokens, second.reused) == (first.tokens, saved.n_tokens)
@@ -305,7 +315,7 @@ def test_a_profile_is_learned_and_used(slots, tmp_path, products_of_experts):
     slots(0)
     path, options = tmp_path / "profile", {"expert_profile_save": str(tmp_path / "profile")}
     session = new_session(MODEL, **options)
-    ask(session, ids(6), 2)
+    ask(session, ids(4), 1)
     assert not path.exists()  # not ten minutes old yet
     ranking = session.engine.experts.ranking()
     assert ranking != [list(range(EXPERTS))] * 2
