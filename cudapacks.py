@@ -51,9 +51,23 @@ def pack(kind, raw, n_cols, *, round_x=False):
 
 def to_device(packed):
     """A pack of kernels_cpu.py on the device."""
-    data = cuda.to_device(packed.data)
+    return seen_as(packed, cuda.to_device(packed.data), packed.n_matrices)
+
+
+def room_for(packed, n_matrices):
+    """Device memory of any content for some matrices like those of a pack of kernels_cpu.py."""
+    return seen_as(packed, cuda.device_array(n_matrices * matrix_bytes(packed), np.uint8), n_matrices)
+
+
+def seen_as(packed, data, n_matrices) -> Pack:
+    """Device memory as matrices like those of a pack of kernels_cpu.py; data uint8, of at least that many."""
     views = (data.view(dtype) for dtype in (np.int32, np.float16, np.float32))
-    return Pack(packed.kind, data, *views, packed.group_bytes, packed.n_rows, packed.n_cols, packed.n_matrices)
+    return Pack(packed.kind, data, *views, packed.group_bytes, packed.n_rows, packed.n_cols, n_matrices)
+
+
+def matrix_bytes(packed) -> int:
+    """Bytes of one matrix of a pack."""
+    return -(-packed.n_rows // ROWS) * packed.group_bytes
 
 
 @cuda.jit(device=True)
@@ -189,7 +203,10 @@ def _fma4(w0, w1, w2, w3, x, token, k, total):
 
 @cuda.jit(device=True)
 def _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, first, step):
-    """Row `row` of the group at byte `at` times one token, over the column blocks first, first + step, ..."""
+    """Row `row` of the group at byte `at` times one token, over the column blocks first, first + step, ...
+
+    experthost.py sums in the same order, to the last bit.
+    """
     total = np.float32(0)
     for block in range(first, (n_cols + BLOCK - 1) // BLOCK, step):
         start = _block_start(kind, at, block)
@@ -295,13 +312,14 @@ def matmul(weights, x, out):
 
 @cuda.jit
 def _expert_tiles_kernel(offsets, tile, tiles):
-    """tiles int32 [n, 2]: expert and first row of each run of at most `tile` rows, then expert -1. One thread."""
+    """tiles int32 [n, 3]: expert, first row and end of each run of at most `tile` rows, then expert -1. One thread."""
     if cuda.grid(1) == 0:
         n = 0
         for expert in range(offsets.shape[0] - 1):
             for row in range(offsets[expert], offsets[expert + 1], tile):
                 tiles[n, 0] = expert
                 tiles[n, 1] = row
+                tiles[n, 2] = min(row + tile, offsets[expert + 1])
                 n += 1
         while n < tiles.shape[0]:
             tiles[n, 0] = -1
@@ -309,36 +327,36 @@ def _expert_tiles_kernel(offsets, tile, tiles):
 
 
 @cuda.jit
-def _expert_1_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, offsets, tiles, out):
-    """Each run of one row times its expert; blockIdx (group, run). Shared and order as in `_matmul_1_kernel`."""
+def _expert_1_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, tiles, out):
+    """Each run of one row times its matrix; blockIdx (group, run). Shared and order as in `_matmul_1_kernel`."""
     partial = cuda.shared.array(PARTIALS, np.float32)
     lanes = min(ROWS, cuda.blockDim.x)
     slices = cuda.blockDim.x // lanes
     part, group = cuda.threadIdx.x // lanes, cuda.blockIdx.x
-    expert, token = tiles[cuda.blockIdx.y, 0], tiles[cuda.blockIdx.y, 1]
-    if expert >= 0:
-        at = (expert * ((n_rows + ROWS - 1) // ROWS) + group) * group_bytes
+    matrix, token = tiles[cuda.blockIdx.y, 0], tiles[cuda.blockIdx.y, 1]
+    if matrix >= 0:
+        at = (matrix * ((n_rows + ROWS - 1) // ROWS) + group) * group_bytes
         for row in range(cuda.threadIdx.x % lanes, min(ROWS, n_rows - group * ROWS), lanes):
             partial[part * ROWS + row] = _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, part,
                                                 slices)
     cuda.syncthreads()
-    if expert >= 0:
+    if matrix >= 0:
         _write_sums(partial, slices, group, n_rows, token, 1, out)
 
 
 @cuda.jit
-def _expert_8_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, offsets, tiles, out):
+def _expert_8_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_cols, x, tiles, out):
     """`_expert_1_kernel` for runs of up to eight rows, each with the same bits."""
     partial = cuda.shared.array(TILE_PARTIALS, np.float32)
     lanes = min(ROWS, cuda.blockDim.x)
     slices = cuda.blockDim.x // lanes
     part, group = cuda.threadIdx.x // lanes, cuda.blockIdx.x
-    expert, token = tiles[cuda.blockIdx.y, 0], tiles[cuda.blockIdx.y, 1]
-    if expert >= 0:
-        start = (expert * ((n_rows + ROWS - 1) // ROWS) + group) * group_bytes
+    matrix, token, end = tiles[cuda.blockIdx.y, 0], tiles[cuda.blockIdx.y, 1], tiles[cuda.blockIdx.y, 2]
+    if matrix >= 0:
+        start = (matrix * ((n_rows + ROWS - 1) // ROWS) + group) * group_bytes
         for row in range(cuda.threadIdx.x % lanes, min(ROWS, n_rows - group * ROWS), lanes):
             a0, a1, a2, a3, a4, a5, a6, a7 = _dot_8(kind, data, words, halves, floats, start, n_cols, x, token,
-                                                    offsets[expert + 1] - 1, row, part, slices)
+                                                    end - 1, row, part, slices)
             at, step = part * ROWS + row, slices * ROWS
             partial[at] = a0
             partial[at + step] = a1
@@ -349,39 +367,26 @@ def _expert_8_kernel(kind, data, words, halves, floats, group_bytes, n_rows, n_c
             partial[at + 6 * step] = a6
             partial[at + 7 * step] = a7
     cuda.syncthreads()
-    if expert >= 0:
-        _write_sums(partial, slices, group, n_rows, token, min(TILE, offsets[expert + 1] - token), out)
+    if matrix >= 0:
+        _write_sums(partial, slices, group, n_rows, token, end - token, out)
 
 
 def expert_matmul(weights, x, offsets, out):
     """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
-    w, n = weights, x.shape[0]
-    tile = 1 if n < 4 * w.n_matrices else TILE
-    n_tiles = n if tile == 1 else n // TILE + w.n_matrices
-    tiles = cuda.device_array((n_tiles, 2), np.int32)
+    n, tile = x.shape[0], tile_rows(x.shape[0], weights.n_matrices)
+    tiles = cuda.device_array((n if tile == 1 else n // TILE + weights.n_matrices, 3), np.int32)
     _expert_tiles_kernel[1, 1](offsets, tile, tiles)
-    kernel = _expert_1_kernel if tile == 1 else _expert_8_kernel
-    kernel[(-(-w.n_rows // ROWS), n_tiles), cudapools.THREADS](
-        w.kind, w.bytes, w.words, w.halves, w.floats, w.group_bytes, w.n_rows, w.n_cols, x, offsets, tiles, out
+    multiply_tiles(weights, x, tiles, tile, out)
+
+
+def tile_rows(n_rows, n_matrices) -> int:
+    """How many rows of an expert share a decoding: one where most experts have few rows."""
+    return 1 if n_rows < 4 * n_matrices else TILE
+
+
+def multiply_tiles(weights, x, tiles, tile, out):
+    """Rows of x times the matrix of their run; tiles int32 [n, 3] on the device: matrix (-1: none), first row, end."""
+    w, kernel = weights, _expert_1_kernel if tile == 1 else _expert_8_kernel
+    kernel[(-(-w.n_rows // ROWS), tiles.shape[0]), cudapools.THREADS](
+        w.kind, w.bytes, w.words, w.halves, w.floats, w.group_bytes, w.n_rows, w.n_cols, x, tiles, out
     )
-
-
-def together(*parts):
-    """Packs that read the same x, for `matmul_each` and `expert_matmul_each`; here each is a launch of its own."""
-    return parts
-
-
-def matmul_each(weights, x):
-    """x times each of the packs put `together`: an array float32 [T, n_rows] for each."""
-    return [_filled(matmul, part, x) for part in weights]
-
-
-def expert_matmul_each(weights, x, offsets):
-    """`expert_matmul` with each of the packs put `together`: an array float32 [n, n_rows] for each."""
-    return [_filled(expert_matmul, part, x, offsets) for part in weights]
-
-
-def _filled(product, weights, x, *offsets):
-    out = cudapools.empty((x.shape[0], weights.n_rows))
-    product(weights, x, *offsets, out)
-    return out

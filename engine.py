@@ -19,6 +19,7 @@ import psutil
 import backend
 import controlvector
 import sessionstate
+from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
 from gguffile import GgufError, embedded_model
@@ -70,6 +71,8 @@ class EngineOptions:
     threads: int | None = None
     control_vector: str | None = None
     activations: str = "int8"
+    expert_cache_mib: int = 0
+    expert_profile_save: str | None = None
 
 
 class GenRequest(NamedTuple):
@@ -150,8 +153,10 @@ class Engine:
         if self.backend == "cpu":
             self.operations, team = self.operations.operations(self.n_threads)
             weakref.finalize(self, team.close)
-        self.model = Model(config, file.weights, self.operations, directions)
         self._identity: Identity | None = None
+        self.experts = self.expert_profile = None
+        self._place_experts(file.weights.expert_parts)
+        self.model = Model(config, file.weights, self.operations, directions)
 
     @classmethod
     def load(cls, options: EngineOptions, log: Callable[[str], None] = lambda line: None) -> "Engine":
@@ -172,12 +177,49 @@ class Engine:
             _check_widths(operations, file.config)
         return cls(options, file, (name, operations), log)
 
+    def _place_experts(self, parts: list) -> None:
+        """Experts on the device or beside it, those first that a profile ranks first."""
+        options, n_experts = self.options, self.config.n_expert
+        if self.backend == "cpu" or not parts:
+            why = "the CPU computes, where all experts are at hand" if parts else "this model has no experts"
+            for name in ("expert_cache_mib", "expert_profile_save"):
+                if getattr(options, name):
+                    self.log(f"--{name.replace('_', '-')} has no effect: {why}")
+            return
+        if options.expert_profile_save:
+            model = self._known_identity().model
+            self.expert_profile = ExpertProfile(options.expert_profile_save, model, len(parts), n_experts, self.log)
+        ranking = self.expert_profile.read() if self.expert_profile else None
+        shape = self.config.cache_shape(self.max_context, self.cell_format)
+        reserved = shape.device_bytes(options.kv_resident)
+        try:
+            self.experts = self.operations.place_experts(
+                parts, ranking, options.expert_cache_mib * MIB, reserved, self.n_threads, self.log
+            )
+        except self.operations.ExpertError as error:
+            raise ModelError(f"--expert-cache-mib {options.expert_cache_mib}: {error}") from error
+        except self.operations.DEVICE_ERRORS as error:
+            raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
+
+    @property
+    def n_experts_copied(self) -> int:
+        """Routed experts brought to the device so far."""
+        return self.experts.n_copied if self.experts else 0
+
+    def tokens_read(self, n: int) -> None:
+        """Between two passes: the moment at which experts may change places."""
+        if self.experts:
+            self.experts.tokens_read(n)
+
+    def save_expert_profile(self, *, at_once: bool) -> None:
+        """Write the ranking of experts to its file, where one was asked for; not at_once: if the last is old."""
+        if self.expert_profile:
+            save = self.expert_profile.save if at_once else self.expert_profile.save_if_due
+            save(self.experts.ranking)
+
     def info(self) -> dict[str, str]:
         """What the serve loop prints before READY, in its order."""
-        try:
-            identity = self.identity()
-        except SessionError as error:
-            raise ModelError(str(error)) from error
+        identity = self._known_identity()
         return {
             "context": str(self.max_context),
             "kv": self.options.kv,
@@ -201,6 +243,7 @@ class Engine:
             raise ModelError(
                 f"the cells of {self.max_context} tokens do not fit the device ({error}):"
                 " lower --max-context or keep fewer there with --kv-resident"
+                + (", or lower --expert-cache-mib" if self.options.expert_cache_mib else "")
             ) from error
 
     def identity(self, phase: Callable[[str, int], None] | None = None) -> Identity:
@@ -215,6 +258,12 @@ class Engine:
                 raise SessionError("io", "fingerprint", str(error)) from error
             self._identity = Identity(model, config_fingerprint(self._configuration()))
         return self._identity
+
+    def _known_identity(self) -> Identity:
+        try:
+            return self.identity()
+        except SessionError as error:
+            raise ModelError(str(error)) from error
 
     def _configuration(self) -> Config:
         c = self.config
@@ -327,6 +376,8 @@ class Session:
         if self.engine.spec > 1:
             model.draft_logits(model.draft(cache, window.residual, ids, 0))
         cache.zero()
+        if self.engine.experts:
+            self.engine.experts.forget()
         seconds = time.perf_counter() - started
         if seconds > SLOW_START_S:
             self.engine.log(f"kernels were compiled in {seconds:.0f} s; the next start finds them in the cache")
@@ -334,6 +385,7 @@ class Session:
     def close(self) -> None:
         """Nothing outlives a session but its files."""
         self.parking.entries.clear()
+        self.engine.save_expert_profile(at_once=True)
 
     def stats(self) -> dict:
         """What is held, as plain JSON types."""
@@ -533,6 +585,7 @@ class _Generation:
         self.finish = ""
         self.residual = None  # [1, C, N] of the prompt's last token, the backend's array
         self.drafts_accepted = self.drafts_offered = 0
+        self.n_copied = self.engine.n_experts_copied
 
     @property
     def n_generated(self) -> int:
@@ -562,8 +615,9 @@ class _Generation:
         yield Done(
             self.n_generated, n_prompt, prompt_ms, 1e3 * (time.perf_counter() - started), self.finish,
             self.drafts_accepted, self.drafts_offered, n_reused, int(n_reused > 0), 1,
-            len(self.session.parking.entries), 0, 0.0, n_read, 0,
+            len(self.session.parking.entries), 0, 0.0, n_read, self.engine.n_experts_copied - self.n_copied,
         )  # fmt: skip
+        self.engine.save_expert_profile(at_once=False)
 
     # --- the prompt
 
@@ -581,6 +635,7 @@ class _Generation:
                 return
             last = min([first + CHUNK, n_prompt, *(mark for mark in marks if mark > first)])
             residual = self.model.append(self.cache, prompt[first:last]).residual
+            self.engine.tokens_read(last - first)
             self._fill_draft(residual, prompt[first + 1 : last + 1], first)
             if last in marks or self._is_periodic(first, last):
                 self._checkpoint(root=marks.get(last, False))
@@ -639,6 +694,7 @@ class _Generation:
             first_cell = self.cache.n_tokens
             tokens = self._choices(self.model.logits(window.residual), drafts)
             self.model.commit(self.cache, window, len(tokens))
+            self.engine.tokens_read(len(tokens))
             self.drafts_offered += len(drafts)
             self.drafts_accepted += len(tokens) - 1
             residual = window.residual[: len(tokens)]

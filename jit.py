@@ -11,7 +11,8 @@ import pathlib
 import tempfile
 
 KERNEL_SOURCES = (
-    "jit.py", "simd.py", "team.py", "cpupacks.py", "cpuattention.py", "kernels_cpu.py", "fingerprint.py",
+    "jit.py", "simd.py", "team.py", "cpupacks.py", "cpuattention.py", "kernels_cpu.py", "experthost.py",
+    "fingerprint.py",
 )  # fmt: skip
 
 

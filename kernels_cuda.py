@@ -2,7 +2,8 @@
 
 It owns the small operations and is the list of all; it knows no layer, no token and no file. Invariant: what is
 computed for a token does not depend on which other tokens stand in the same launch: every sum has one order, set by the
-block size alone. Read next: cudapacks.py for weights, cudaattention.py for attention, cudapools.py for where cells lie.
+block size alone. Read next: cudapacks.py for weights, expertcache.py for experts that are not all on the device,
+cudaattention.py for attention, cudapools.py for where cells lie.
 
 Every kernel runs in Numba's simulator too, which has no warp shuffles, needs one shared array a line and takes the
 arithmetic of NumPy scalars; so integers are cast before they are multiplied and sums go through shared memory.
@@ -24,16 +25,7 @@ from cudaattention import (  # noqa: F401
     select_blocks,
 )
 from cudablock import EMPTY, MAX_THREADS, block_sum, inverse_rms, sigmoid
-from cudapacks import (  # noqa: F401
-    Pack,
-    expert_matmul,
-    expert_matmul_each,
-    gather_rows,
-    matmul,
-    matmul_each,
-    pack,
-    together,
-)
+from cudapacks import Pack, gather_rows, matmul, pack  # noqa: F401
 from cudapools import (  # noqa: F401
     DEVICE_ERRORS,
     Residency,
@@ -52,11 +44,36 @@ from cudapools import (  # noqa: F401
     write_bytes,
     zeros,
 )
+from expertcache import ExpertError, expert_matmul, pack_experts, place_experts  # noqa: F401
 from kernels_cpu import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ngram_rows  # noqa: F401
 
 MAX_STATE = 128  # widest state of a gated delta net head
 STATE_COLUMNS = 32  # columns of that state that a block keeps in shared memory
 STATE_ROOM = MAX_STATE * STATE_COLUMNS
+
+
+# --- products that read the same x --------------------------------------------------------------------------------
+
+
+def together(*parts):
+    """Packs for `matmul_each` and `expert_matmul_each`; here each is a launch of its own."""
+    return parts
+
+
+def matmul_each(weights, x):
+    """x times each of the packs put `together`: an array float32 [T, n_rows] for each."""
+    return [_filled(matmul, part, x) for part in weights]
+
+
+def expert_matmul_each(weights, x, offsets):
+    """`expert_matmul` with each of the packs put `together`: an array float32 [n, n_rows] for each."""
+    return [_filled(expert_matmul, part, x, offsets) for part in weights]
+
+
+def _filled(product, weights, x, *offsets):
+    out = empty((x.shape[0], weights.n_rows))
+    product(weights, x, *offsets, out)
+    return out
 
 
 # --- elementwise and row operations -------------------------------------------------------------------------------

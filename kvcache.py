@@ -103,6 +103,19 @@ class CacheShape(NamedTuple):
             4 * indexed,
         )
 
+    def device_bytes(self, n_resident: int = 0) -> int:
+        """Bytes that a `Cache` of this shape takes where it computes; `n_resident` is that of the cache."""
+
+        def cells(n: int, form: CellFormat) -> int:
+            kinds = form.k_storage, form.v_storage
+            return n * self.n_head_kv * sum(f(kind, self.head_dim) for f in (head_bytes, scale_bytes) for kind in kinds)
+
+        trunk = min(n_resident // PAGE * PAGE or self.n_cells, self.n_cells)
+        draft = min(DRAFT_WINDOW if n_resident else self.n_cells, self.n_cells) if self.has_draft else 0
+        pooled = 4 * (self.n_cells // PAGE + 1) * self.index_dim
+        layers = self.n_attention * (cells(trunk, self.cell_format) + pooled) + cells(draft, self.draft_format)
+        return layers + sum(self.state_sizes)
+
 
 class LayerPool:
     """The cells of one attention layer: codes [page][kv head][cell][bytes], their scales, and pooled index keys.

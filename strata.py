@@ -217,6 +217,13 @@ def _text(text: str) -> str:
     return text
 
 
+def _file(text: str) -> str:
+    """The name of a file that may not be there yet."""
+    if not text.strip() or any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+    return text
+
+
 def _folder(text: str) -> str:
     """The absolute path of a folder for session files, with links followed now: re-pointing one later moves nothing."""
     if not text.strip():
@@ -305,6 +312,22 @@ SERVE_OPTIONS = (
         _choice(ACTIVATIONS),
         "|".join(ACTIVATIONS),
         "what quantised weights are multiplied with (default: int8, rounded; float is exact and slower)",
+    ),
+    Option(
+        "expert_cache_mib",
+        int,
+        0,
+        _number(0),
+        "N",
+        "CUDA: VRAM for experts, the CPU computes with those that find no room (default: 0, what is free)",
+    ),
+    Option(
+        "expert_profile_save",
+        str,
+        None,
+        _file,
+        "FILE",
+        "CUDA: file that remembers which experts are used most; a start puts these into VRAM first (default: none)",
     ),
 )
 

@@ -396,9 +396,13 @@ class Loader:
             self.widened[tensor_type.name] = self.widened.get(tensor_type.name, 0) + raw.nbytes
         elif tensor_type == GGMLQuantizationType.BF16:
             raw = raw.view(np.uint16)
-        raw = raw if len(shape) == 3 else raw[None]
+        pack = self.backend.pack
+        if len(shape) == 2:
+            raw = raw[None]
+        else:  # a backend that cannot hold all experts where it computes says where they wait
+            pack = getattr(self.backend, "pack_experts", pack)
         try:
-            return self.backend.pack(kind, raw.reshape(*raw.shape[:2], -1), shape[-1], round_x=self.round_x)
+            return pack(kind, raw.reshape(*raw.shape[:2], -1), shape[-1], round_x=self.round_x)
         except ValueError as error:
             raise ModelError(f"{self.path}: tensor {name}: {error}") from error
 
@@ -537,6 +541,12 @@ class Weights:
     ngrams: NgramLayer | None
     draft: Draft | None
     rope_factors: np.ndarray | None  # [n_rot / 2], each divides a rotary frequency
+
+    @property
+    def expert_parts(self) -> list[FeedForward]:
+        """The feed-forward parts that have experts, the draft layer's last."""
+        layers = [*self.layers, self.draft.layer] if self.draft else self.layers
+        return [layer.ffn for layer in layers if layer.ffn.router is not None]
 
 
 # --- files to weights ---------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A process has one mode, so those files are run by test_kernels_cuda.py in processes of their own. Two faults of the
 simulator with several threads a block are mended here: two threads that reach a shared array first could get one each,
-and a device function of another module could lose its `cuda` when another thread left it.
+and a device function of another module could lose its `cuda` when another thread left it. And where a device rounds
+`cuda.fma` once, the simulator does twice.
 """
 
 # ruff: noqa: E402  (what is set before numba is imported has to come first)
@@ -16,11 +17,13 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 sys.setswitchinterval(1e-5)
 
 import numpy as np
-from numba import config
+from numba import config, types
 from numba.cuda.simulator import kernel, kernelapi
+from numba.extending import intrinsic
 
 import cudablock
 import cudapools
+from jit import njit
 
 __all__ = ["config", "small_blocks"]
 
@@ -42,7 +45,26 @@ class _Running:
         return getattr(kernel._get_kernel_context(), name)
 
 
+@intrinsic
+def _fused(typingctx, a, b, c):
+    def codegen(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@njit
+def _fma_float32(a, b, c):
+    return _fused(a, b, c)
+
+
+def _fma(self, a, b, c):
+    """a * b + c with one rounding."""
+    return np.float32(_fma_float32(np.float32(a), np.float32(b), np.float32(c)))
+
+
 kernelapi.FakeCUDAShared.array = _shared_array
+kernelapi.FakeCUDAModule.fma = _fma
 cudablock.cuda = _Running()
 
 

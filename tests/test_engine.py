@@ -740,6 +740,18 @@ def test_the_window_of_a_model_without_a_draft_layer_is_one():
     assert lines == ["--spec 4 has no effect: this model has no draft layer"]
 
 
+@pytest.mark.parametrize(("name", "why"), [("qwen3moe", "the CPU computes"), ("qwen35", "this model has no experts")])
+def test_options_for_experts_on_a_device_say_that_they_have_no_effect(name, why, tmp_path):
+    lines, path = [], tmp_path / "profile"
+    options = EngineOptions(
+        model=str(MODELS / f"{name}.gguf"), threads=1, backend="cpu", expert_cache_mib=9, expert_profile_save=str(path)
+    )
+    Session(Engine.load(options, lines.append)).close()
+    assert [line.split(" has no effect: ")[0] for line in lines] == ["--expert-cache-mib", "--expert-profile-save"]
+    assert all(why in line for line in lines)
+    assert not path.exists()
+
+
 def test_info_has_what_the_start_prints_in_its_order():
     info = new_engine("qwen4exp", kv="int8", spec=3).info()
     first = ["context", "kv", "kv_resident", "backend", "model", "n_vocab", "spec", "conversation_cache_mib"]

@@ -31,7 +31,9 @@ needs_compiler = pytest.mark.skipif(MISSING is not None, reason=f"{MISSING} is n
 
 
 @needs_numba_cuda
-@pytest.mark.parametrize("name", ["simulated_kernels", "simulated_residency", "simulated_sessions"])
+@pytest.mark.parametrize(
+    "name", ["simulated_kernels", "simulated_residency", "simulated_experts", "simulated_sessions"]
+)
 def test_in_the_simulator(name):
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"{TESTS / name}.py"],

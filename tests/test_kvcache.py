@@ -88,6 +88,18 @@ def test_the_whole_cache_is_one_window_and_its_spare_row():
     assert cache.size_bytes == pools + sum(cache.shape.state_sizes)
 
 
+@pytest.mark.parametrize("changes", [{}, {"has_draft": False}, {"index_dim": 0}, {"n_recurrent": 0}])
+@pytest.mark.parametrize("kv", CELL_BYTES)
+def test_a_shape_tells_the_bytes_of_its_cache(kv, changes, monkeypatch):
+    shape = shape_of(kv, **changes)
+    assert shape.device_bytes() == Cache(shape).size_bytes
+    monkeypatch.setattr("kvcache.DRAFT_WINDOW", 8)
+    in_draft = CELL_BYTES["int8" if kv == "k8v4" else kv] if shape.has_draft else (0,)
+    # Of 16 cells each of the two layers keeps the 4 of one page, the draft layer 8.
+    away = HEADS * (2 * 12 * sum(CELL_BYTES[kv]) + 8 * sum(in_draft))
+    assert shape.device_bytes(n_resident=7) == shape.device_bytes() - away
+
+
 def test_running_state_has_the_sizes_of_the_file_format():
     shape = shape_of()
     gdn = 3 * (8 * 8 * 6 + 80 * 3) * 4

@@ -1,9 +1,10 @@
 """Everything a device can show, in one command of a few minutes: `python tools/gpu_check.py [--json FILE]`.
 
 It runs every kernel against its CPU twin at the sizes of a real layer, measures decode and prefill rates against the
-copy bandwidth found on the spot, and sends a session of 1.2 GB out of and back into the device's pools. It needs a
-device and the packages numba, numba-cuda, numpy, rich and psutil, and for session files crcmod-plus beside them; exit
-code 1 where something is not right. Read next: cuda_cases.py.
+copy bandwidth found on the spot, holds layers with half of their experts on the device against layers with all, and
+sends a session of 1.2 GB out of and back into the device's pools. It needs a device and the packages numba, numba-cuda,
+numpy, rich and psutil, and for session files crcmod-plus beside them; exit code 1 where something is not right. Read
+next: cuda_cases.py.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import platform
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -168,6 +171,86 @@ def _dense_layer(layer, pool, x, norm) -> None:
     ops.add_rows(x, product("down", gate))
 
 
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+class ExpertSizes(NamedTuple):
+    """Layers of experts, and how many tokens go through them one by one, and together as a prompt."""
+
+    layers: int = 8
+    experts: int = 64
+    used: int = 8
+    width: int = 2560
+    n_ff: int = 640
+    decoded: int = 64
+    prompt: int = 256
+
+
+def check_experts(s: ExpertSizes) -> list[dict]:
+    """The same tokens with all experts on the device and with half of them: equal bits, hit rate, tokens a second."""
+    rng, rows, expected, n_threads = np.random.default_rng(5), [], None, psutil.cpu_count(logical=False) or 1
+    shapes = {"gate": (s.n_ff, s.width), "up": (s.n_ff, s.width), "down": (s.width, s.n_ff)}
+    packs = {name: ops.pack_experts(ops.Q4_0, cuda_cases.random_weights(rng, "Q4_0", s.experts, *shape), shape[1])
+             for name, shape in shapes.items()}  # fmt: skip
+    chosen = _chosen_experts(rng, s, 2 * s.decoded + s.prompt)
+    x = cuda_cases.normal(rng, 2 * s.decoded + s.prompt, s.width)
+    all_bytes = s.layers * sum(pack.data.nbytes for pack in packs.values())
+    for on_device, asked_bytes in (("all", all_bytes), ("half", all_bytes // 2)):
+        parts = [types.SimpleNamespace(**{name: pack._replace(data=pack.data.copy()) for name, pack in packs.items()})
+                 for _ in range(s.layers)]  # fmt: skip
+        cache = ops.place_experts(parts, None, asked_bytes, 0, n_threads, lambda line: None)
+        outputs, row = _run_experts(s, parts, cache, chosen, x)
+        expected = expected or outputs
+        row["ok"] = all(np.array_equal(a, b) for a, b in zip(expected, outputs, strict=True))
+        rows.append({"on_device": on_device} | row)
+    return rows
+
+
+def _chosen_experts(rng, s: ExpertSizes, n_tokens: int) -> np.ndarray:
+    """Experts int32 [layers, tokens, used]: a layer's n-th favourite is taken with a weight of 1 / n."""
+    taken = rng.gumbel(size=(s.layers, n_tokens, s.experts)) - np.log(np.arange(1, s.experts + 1))
+    ranks = np.argsort(-taken, axis=2)[:, :, : s.used]
+    names = np.argsort(rng.random((s.layers, s.experts)), axis=1)
+    return np.take_along_axis(names, ranks.reshape(s.layers, -1), axis=1).reshape(ranks.shape).astype(np.int32)
+
+
+def _run_experts(s: ExpertSizes, parts, cache, chosen, x) -> tuple[list[np.ndarray], dict]:
+    """Tokens one by one, of which the first half is for learning, then a prompt: outputs and figures."""
+    outputs, row, at = [], {}, 0
+    for name, n_passes, n_tokens in (("learning", s.decoded, 1), ("decode", s.decoded, 1), ("prompt", 1, s.prompt)):
+        n_used, n_found = cache.n_used, cache.n_found
+        cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(n_passes):
+            outputs.append(ops.to_host(_expert_pass(s, parts, x[at : at + n_tokens], chosen[:, at : at + n_tokens])))
+            cache.tokens_read(n_tokens)
+            at += n_tokens
+        row[f"{name}_tokens_per_s"] = n_passes * n_tokens / (time.perf_counter() - started)
+        if name == "decode" and not cache.is_resident:
+            row["hit_rate"] = (cache.n_found - n_found) / (cache.n_used - n_used)
+    return outputs, {"hit_rate": 1.0, "copied": cache.n_copied} | row
+
+
+def _expert_pass(s: ExpertSizes, parts, x: np.ndarray, chosen: np.ndarray):
+    """Tokens through all layers, as a model's pass sends them."""
+    n, mixed = len(x), ops.from_host(x)
+    norm = ops.from_host(np.ones((1, s.width), np.float32))
+    share = ops.from_host(np.full((n, s.used), 1 / s.used, np.float32))
+    for part, experts in zip(parts, chosen, strict=True):
+        order, offsets = ops.empty(n * s.used, np.int64), ops.empty(s.experts + 1, np.int64)
+        ops.order_by_expert(ops.from_host(experts), s.experts, order, offsets)
+        normed, rows = ops.empty((n, s.width)), ops.empty((n * s.used, s.width))
+        ops.rms_norm(mixed, norm, cuda_cases.EPS, normed)
+        ops.gather_assigned(normed, order, rows)
+        gate, up = ops.expert_matmul_each(part.gate_up, rows, offsets)
+        down = ops.empty((n * s.used, s.width))
+        ops.silu_mul(gate, up, gate)
+        ops.expert_matmul(part.down, gate, offsets, down)
+        mixed = ops.empty((n, s.width))
+        ops.combine_experts(down, order, share, mixed)
+    return mixed
+
+
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 
@@ -287,9 +370,10 @@ def main() -> int:
     figures["decode"] = measure_decode_step(rate)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         figures["sessions"] = check_sessions(folder)
-    for name in ("copies", "products", "attention", "decode", "sessions"):
+    figures["experts"] = check_experts(ExpertSizes())
+    for name in ("copies", "products", "attention", "decode", "experts", "sessions"):
         show(console, name, figures[name] if isinstance(figures[name], list) else [figures[name]])
-    failed = [row for name in ("kernels", "sessions") for row in figures[name] if not row["ok"]]
+    failed = [row for name in ("kernels", "experts", "sessions") for row in figures[name] if not row["ok"]]
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n")
     console.print(f"{len(failed)} checks failed" if failed else "every check passed")
