@@ -14,7 +14,8 @@ MAN := SOURCE_DATE_EPOCH=0 $(RUN)argparse-manpage --pyfile strata.py --function 
 
 .PHONY: demo model test check man bench clean
 
-demo: $(READY) $(DEMO_MODEL)  ## read a long prompt, save, end, start again, restore, go on
+demo: $(READY) $(DEMO_MODEL)  ## compile kernels, read a long prompt, save, end, start again, restore, go on
+	@$(RUN)python strata.py warmup $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
 	@$(RUN)python strata.py demo $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
 
 model: $(SMOLLM2)  ## fetch the model that some tests and benches use
