@@ -34,7 +34,7 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def write_figures(path: str, machine: dict, rows: list[dict], growth: dict[str, list]) -> None:
-    """One JSON object with everything that a bench measured."""
-    figures = {"machine": machine, "rows": rows, "growth": growth}
+def write_figures(path: str, machine: dict, rows: list[dict], growth: dict[str, list], axes: tuple[str, str]) -> None:
+    """One JSON object with everything that a bench measured; `axes` are the names of the x and y of `growth`."""
+    figures = {"machine": machine, "rows": rows, "growth": growth, "axes": axes}
     pathlib.Path(path).write_text(json.dumps(figures, indent=1) + "\n")

@@ -4,7 +4,8 @@ Both servers are children that are asked over their own public ways, one stream,
 client's and every figure the median of its rounds. Decoding is timed with a prompt of which all but one token is held.
 Then how decoding grows with the context, and what int8 activations cost in perplexity on the demo's text.
 
-Usage: tokens.py --model PATH [--llama-server PATH] [--threads N] [--rounds N] [--longest N] [--json FILE]
+Usage: tokens.py --model PATH [--llama-server PATH [--llama-version TEXT]] [--threads N] [--rounds N] [--longest N]
+                 [--json FILE]
 """
 
 import argparse
@@ -194,7 +195,10 @@ def compare(args: argparse.Namespace, figures: Figures) -> dict[str, str]:
         settings, options = Settings(args.model, CONTEXT, args.threads, folder), ()
         if args.llama_server:
             options = best_options(args.llama_server, settings, ids[: args.longest])
-            rival = {"llama-server": llama_version(args.llama_server), "llama-server options": " ".join(options)}
+            rival = {
+                "llama-server": llama_version(args.llama_server),
+                "llama-server options": " ".join(options).replace("--", ""),
+            }
         with running(settings, args.llama_server, options) as servers:
             for server in servers:
                 trial_s(server, ids[: args.longest])
@@ -221,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--llama-server", metavar="PATH", help="the rival's binary (default: ours is measured alone)")
+    parser.add_argument("--llama-version", metavar="TEXT", help="its name where the binary does not know it")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--longest", type=int, default=CONTEXT_DEMO, help="tokens; longer work is left out")
@@ -240,7 +245,8 @@ def main() -> None:
     change = {"rival": "float activations", "target": WITHIN, "rounds": 1}
     figures.add(f"perplexity of {len(ids):,} tokens of text, int8 activations", "", *cost, more=False, **change)
     if args.json:
-        write_figures(args.json, machine, figures.rows, figures.growth)
+        axes = ("tokens of context", "ms a token")
+        write_figures(args.json, machine, figures.rows, figures.growth, axes)
 
 
 if __name__ == "__main__":
