@@ -7,6 +7,7 @@ SMOLLM2 := .cache/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL :=
 DEMO_MODEL := $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(MODEL))
 READY := $(VENV)/.ready
+BENCHES := $(filter-out bench/machine.py bench/report.py bench/servers.py,$(wildcard bench/*.py))
 MAN := SOURCE_DATE_EPOCH=0 $(RUN)argparse-manpage --pyfile strata.py --function get_parser --project-name strata \
 	--description "serve one long conversation with a local language model" --manual-title "User Commands" \
 	--version "$$($(RUN)python strata.py --version | cut -d ' ' -f 2)" --include man/strata.include \
@@ -14,7 +15,8 @@ MAN := SOURCE_DATE_EPOCH=0 $(RUN)argparse-manpage --pyfile strata.py --function 
 
 .PHONY: demo model test check man bench clean
 
-demo: $(READY) $(DEMO_MODEL)  ## read a long prompt, save, end, start again, restore, go on
+demo: $(READY) $(DEMO_MODEL)  ## compile kernels, read a long prompt, save, end, start again, restore, go on
+	@$(RUN)python strata.py warmup $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
 	@$(RUN)python strata.py demo $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
 
 model: $(SMOLLM2)  ## fetch the model that some tests and benches use
@@ -30,7 +32,7 @@ man: $(READY)
 	$(MAN) > man/strata.1.new && mv man/strata.1.new man/strata.1
 
 bench: $(READY) $(SMOLLM2)
-	@for script in bench/*.py; do echo "== $$script"; $(RUN)python $$script --model $(SMOLLM2) || exit 1; done
+	@for script in $(BENCHES); do echo "== $$script"; $(RUN)python $$script --model $(SMOLLM2) || exit 1; done
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache

@@ -98,7 +98,7 @@ def get_parser(*, commands: bool = True) -> argparse.ArgumentParser:
     _add_serve_options(parser)
     if commands:
         children = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="strata")
-        for add in (_add_session, _add_filters, _add_demo):
+        for add in (_add_session, _add_filters, _add_warmup, _add_demo):
             add(children)
     return parser
 
@@ -161,6 +161,14 @@ def _add_filters(commands) -> None:
     )
     detokenize.add_argument("--model", metavar="PATH", help=f"GGUF file whose tokenizer is used {EMBEDDED}")
     detokenize.set_defaults(run=run_detokenize)
+
+
+def _add_warmup(commands) -> None:
+    warmup = commands.add_parser(
+        "warmup", allow_abbrev=False, help="compile the kernels that are not in the cache yet, so that no start waits"
+    )
+    warmup.add_argument("--model", metavar="PATH", help=f"GGUF file whose kernels are compiled {EMBEDDED}")
+    warmup.set_defaults(run=run_warmup)
 
 
 def _add_demo(commands) -> None:
@@ -550,6 +558,40 @@ def _write_text(text: str) -> None:
 def _pass_on(line: bytes) -> None:
     sys.stderr.buffer.write(line)
     sys.stderr.buffer.flush()
+
+
+def run_warmup(args: argparse.Namespace) -> int:
+    """The kernels that an engine with this model runs, compiled and kept for the next one."""
+    model = _model_path(args.model)
+    import engine
+    import warmup
+
+    try:
+        with _compiling_progress() as compiled:
+            filled = warmup.fill_cache(model, _log, compiled)
+    except (engine.ModelError, warmup.CacheError) as error:
+        raise CommandError(str(error)) from error
+    except MemoryError as error:
+        raise CommandError(f"not enough memory for this model: {error}") from error
+    what = f"{filled.n_compiled} kernels compiled" if filled.n_compiled else "no kernel had to be compiled"
+    print(f"{what}, {filled.seconds:.1f} s; they are kept in {_printable(filled.folder)}", flush=True)
+    return EXIT_OK
+
+
+@contextlib.contextmanager
+def _compiling_progress() -> Iterator[Callable[[int], None]]:
+    """What counts kernels on stderr as they are compiled: a line that changes on a terminal, one line otherwise."""
+    title = "compiling kernels, once for each installation"
+    if not sys.stderr.isatty():
+        yield lambda n_compiled: _log(title) if n_compiled == 1 else None
+        return
+    from rich import progress as parts
+    from rich.console import Console
+
+    columns = (parts.SpinnerColumn(), "{task.description}", "{task.completed}", parts.TimeElapsedColumn())
+    with parts.Progress(*columns, console=Console(stderr=True), transient=True) as line:
+        task = line.add_task(title, total=None)
+        yield lambda n_compiled: line.update(task, completed=n_compiled)
 
 
 def run_demo(args: argparse.Namespace) -> int:

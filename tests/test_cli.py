@@ -137,7 +137,7 @@ def test_a_config_file_may_start_with_a_byte_order_mark(config):
     assert options("--config", config('\ufeff{"threads": 3}'))["threads"] == 3
 
 
-@pytest.mark.parametrize("command", [["--serve"], ["tokenize"], ["detokenize"], ["demo"]])
+@pytest.mark.parametrize("command", [["--serve"], ["tokenize"], ["detokenize"], ["warmup"], ["demo"]])
 def test_the_embedded_model_is_the_default(capsys, monkeypatch, command):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr(gguffile, "EMBEDDED_MODEL", "absent.gguf")
@@ -150,6 +150,9 @@ def test_the_embedded_model_is_the_default(capsys, monkeypatch, command):
         ([], "name a command, or --serve"),
         (["--kv", "int8", "session", "list", "."], "--kv before a command: these belong to --serve"),
         (["--config", "c.json", "demo", "--model", "m"], "--config before a command"),
+        (["--threads", "2", "warmup"], "--threads before a command"),
+        (["warmup", "m.gguf"], "unrecognized arguments: m.gguf"),
+        (["warmup", "--kv", "int8"], "unrecognized arguments: --kv int8"),
         (["session"], "required: VIEW"),
         (["session", "verify"], "required: FILE"),
         (["bogus"], "invalid choice: 'bogus'"),

@@ -53,7 +53,8 @@ ALLOWED = {
     "httpfront": {"chatapi", "childproc", "httpguard", "sessionfolder", "tokenizer", "webpage"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration"},
-    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo"},
+    "warmup": {"engine", "jit", "sessionfile"},
+    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo", "warmup"},
 }
 
 

@@ -8,6 +8,7 @@ next: cuda_cases.py.
 """
 
 import argparse
+import dataclasses
 import json
 import platform
 import sys
@@ -196,14 +197,19 @@ def check_experts(s: ExpertSizes) -> list[dict]:
     x = cuda_cases.normal(rng, 2 * s.decoded + s.prompt, s.width)
     all_bytes = s.layers * sum(pack.data.nbytes for pack in packs.values())
     for on_device, asked_bytes in (("all", all_bytes), ("half", all_bytes // 2)):
-        parts = [types.SimpleNamespace(**{name: pack._replace(data=pack.data.copy()) for name, pack in packs.items()})
-                 for _ in range(s.layers)]  # fmt: skip
+        parts = [_copied_experts(packs) for _ in range(s.layers)]
         cache = ops.place_experts(parts, None, asked_bytes, 0, n_threads, lambda line: None)
         outputs, row = _run_experts(s, parts, cache, chosen, x)
         expected = expected or outputs
         row["ok"] = all(np.array_equal(a, b) for a, b in zip(expected, outputs, strict=True))
         rows.append({"on_device": on_device} | row)
     return rows
+
+
+def _copied_experts(packs) -> types.SimpleNamespace:
+    """A layer's packs as the loader gives them, with memory of their own."""
+    gate, up, down = (dataclasses.replace(packs[n], data=packs[n].data.copy()) for n in ("gate", "up", "down"))
+    return types.SimpleNamespace(gate_up=ops.together(gate, up), down=down)
 
 
 def _chosen_experts(rng, s: ExpertSizes, n_tokens: int) -> np.ndarray:

@@ -1,0 +1,80 @@
+"""The kernel cache filled ahead of the first start, so that an engine is ready as soon as its weights are read.
+
+It owns what has to run for that and the account of what was compiled; it knows no verbs and prints nothing. Invariant:
+it ends well only where another process will find what was compiled. Read next: jit.py, which names the cache folder;
+engine.py, whose `Session.warm_up` runs the kernels.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numba.core import event
+
+import jit
+from engine import Engine, EngineOptions, GenRequest, Session
+from sessionfile import SessionError
+
+TEMPORARY_PREFIX = "strata-numba-"  # of the folder that jit.py falls back on, which no other process will look into
+
+
+class CacheError(Exception):
+    """Kernels that are compiled now would be lost with this process; one line."""
+
+
+class Filled(NamedTuple):
+    """What one warm-up did."""
+
+    n_compiled: int  # 0 where all was in the cache
+    seconds: float
+    folder: str
+
+
+def fill_cache(model: str, log: Callable[[str], None], compiled: Callable[[int], None]) -> Filled:
+    """Compile what an engine with this model runs; `compiled` is told the count with each kernel.
+
+    Raises CacheError, where it can before anything is compiled, or engine.ModelError.
+    """
+    folder = jit.numba.config.CACHE_DIR
+    if os.path.basename(folder).startswith(TEMPORARY_PREFIX):
+        raise CacheError("no folder for compiled kernels can be written: set XDG_CACHE_HOME to one that can")
+    started, counter = time.perf_counter(), _Counter(compiled)
+    with event.install_listener("numba:compile", counter):
+        session = Session(
+            Engine.load(EngineOptions(model=model, session_min_free_mib=0, conversation_cache_min_free_mib=0), log)
+        )
+        session.warm_up()
+        _converse(session)
+        session.close()
+    return Filled(counter.n_compiled, time.perf_counter() - started, folder)
+
+
+def _converse(session: Session) -> None:
+    """A conversation of a few tokens that is saved and restored: the fingerprints and checksums have kernels too."""
+    for _ in session.generate(GenRequest(np.zeros(2, np.int32), 2)):
+        pass
+    try:
+        with tempfile.TemporaryDirectory(prefix="strata-warmup-") as folder:
+            path = os.path.join(folder, "session.bin")
+            session.save(path)
+            session.restore(path)
+    except (SessionError, OSError) as error:
+        raise CacheError(f"a session file cannot be written for a trial: {error}") from error
+
+
+class _Counter(event.Listener):
+    """Counts compilations; what is loaded from the cache is none."""
+
+    def __init__(self, compiled: Callable[[int], None]):
+        self.n_compiled = 0
+        self._compiled = compiled
+
+    def on_start(self, event) -> None:
+        """Nothing: a compilation counts at its end."""
+
+    def on_end(self, event) -> None:
+        self.n_compiled += 1
+        self._compiled(self.n_compiled)
