@@ -3,6 +3,7 @@
 That these bits are the device's is shown in simulated_experts.py.
 """
 
+import dataclasses
 import pathlib
 import sys
 
@@ -34,7 +35,7 @@ def pack_of(kind: str, n_cols: int) -> kernels_cpu.Pack:
 def weights_of(pack: kernels_cpu.Pack, expert: int) -> np.ndarray:
     """An expert's matrix in float64."""
     size = -(-ROWS // kernels_cpu.ROWS) * pack.group_bytes
-    alone = pack._replace(data=pack.data[expert * size : (expert + 1) * size], n_matrices=1)
+    alone = dataclasses.replace(pack, data=pack.data[expert * size : (expert + 1) * size], n_matrices=1)
     out = np.empty((ROWS, pack.n_cols), np.float32)
     kernels_cpu.gather_rows(alone, np.arange(ROWS), out)
     return out.astype(np.float64)
