@@ -20,8 +20,11 @@ ALLOWED = {
     "fingerprint": {"jit", "simd"},
     "gguffile": set(),
     "blockfile": set(),
+    "bytecopy": {"jit"},
     "sessionlayout": {"blockfile"},
-    "sessionfile": {"sessionlayout", "blockfile", "fingerprint"},
+    "plainhash": set(),
+    "sessionparse": {"plainhash", "sessionlayout"},
+    "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "fingerprint", "plainhash"},
     "tokenizer": {"gguffile"},
     "sampling": set(),
     "cudablock": set(),
@@ -35,7 +38,7 @@ ALLOWED = {
     "weights": {"gguffile", "kvcache"},
     "model": {"weights", "kvcache"},
     "controlvector": {"fingerprint", "gguffile"},
-    "sessionstate": {"kvcache", "promptcache", "sessionlayout"},
+    "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "engine": {"gguffile", "model", "weights", "controlvector", "backend", "kvcache", "promptcache", "sampling"}
     | {"sessionstate", "sessionfile", "fingerprint"},
     "serveloop": {"engine", "sessionfile", "sessionfolder"},
@@ -89,7 +92,7 @@ def test_the_command_line_needs_the_standard_library_alone():
     assert top_level(MODULES["strata"]) <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "blockfile"])
+@pytest.mark.parametrize("name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "httpfront"])
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}
     while waiting:
