@@ -15,7 +15,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ except ImportError:  # Windows
 
 BLOCK_BYTES = 16 << 20
 CACHE_SAMPLES = 16  # pages of a file that are looked for in the page cache
+CACHE_SHARE = 2  # a file that is read twice may take one such part of the available memory as page cache
 DIRECT_UNIT = 4096  # addresses, offsets and lengths of direct transfers are multiples of it
 MAX_STEM_BYTES = 64  # of the destination's name in the temporary's: 86 bytes in all, below every file system's limit
 MAX_NAME_TRIES = 8
@@ -35,6 +37,7 @@ BUFFERED_SWITCH = "STRATA_SESSION_BUFFERED"
 
 Progress = Callable[[int, int], None]
 Phase = Callable[[str, int], None]
+Check = Callable[[np.ndarray], None]
 
 
 class NotPlainFile(Exception):
@@ -45,13 +48,26 @@ class NotPlainFile(Exception):
         self.reason = reason
 
 
+def _available_bytes() -> int:
+    import psutil  # here, as most commands never ask
+
+    return psutil.virtual_memory().available
+
+
 class PosixSystem:
     """The calls to the operating system, one a method, so that a test can make any of them fail."""
 
     windows = False
+    _releasing: threading.Thread | None = None
 
     def free_bytes(self, folder: str) -> int:
+        if self._releasing:  # what a replaced file still takes is as good as free
+            self._releasing.join()
         return shutil.disk_usage(folder).free
+
+    def available_bytes(self) -> int:
+        """Memory that can be had, by taking from the page cache where need be."""
+        return _available_bytes()
 
     def open_folder(self, path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -82,6 +98,11 @@ class PosixSystem:
     def write(self, descriptor: int, data: np.ndarray, offset: int) -> int:
         return os.pwrite(descriptor, data, offset)
 
+    def read_ahead(self, descriptor: int) -> None:
+        """Say that all of the file will be read in order: the system then reads twice as far ahead."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
     def forget(self, descriptor: int, offset: int, size: int) -> None:
         """Give the page cache of a range back (size 0: to the end); pages not yet written start on their way."""
         if hasattr(os, "posix_fadvise"):
@@ -95,6 +116,20 @@ class PosixSystem:
 
     def flush_folder(self, folder: int) -> None:
         os.fsync(folder)
+
+    def hold(self, folder: int, name: str) -> int | None:
+        """Keep what has this name alive until `release`; None where that cannot be."""
+        return os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder) if hasattr(os, "O_PATH") else None
+
+    def release(self, held: int) -> None:
+        """Let go of it in a thread: the blocks of a large file can take half as long to be freed as to be written."""
+        thread = threading.Thread(target=os.close, args=(held,), name="block release")
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be had
+            os.close(held)
+        else:
+            self._releasing = thread
 
     def rename(self, folder: int, source: str, destination: str) -> None:
         os.rename(source, destination, src_dir_fd=folder, dst_dir_fd=folder)
@@ -285,8 +320,17 @@ class WindowsSystem:
         self._done(result)
         return count
 
-    def forget(self, descriptor: int, offset: int, size: int) -> None:
+    def available_bytes(self) -> int:
+        return _available_bytes()
+
+    def read_ahead(self, descriptor: int) -> None:
         """There is no such advice here."""
+
+    def forget(self, descriptor: int, offset: int, size: int) -> None:
+        """Nor such."""
+
+    def hold(self, folder: WindowsFolder, name: str) -> None:
+        """There is no way: what is open cannot be replaced."""
 
     def flush(self, descriptor: int) -> None:
         self._done(self._api.FlushFileBuffers(descriptor))
@@ -329,6 +373,31 @@ def _start_thread(name: str) -> ThreadPoolExecutor:
 def _forget(descriptor: int, offset: int, size: int) -> None:
     with contextlib.suppress(OSError):  # advice: where it is not taken, memory that was free stays cache
         system.forget(descriptor, offset, size)
+
+
+@contextlib.contextmanager
+def _kept(folder, name: str) -> Iterator[None]:
+    """What a rename replaces stays until the end, so that nobody waits while its blocks are freed."""
+    held = None
+    with contextlib.suppress(OSError):  # nothing has this name, or it cannot be kept
+        held = system.hold(folder, name)
+    try:
+        yield
+    finally:
+        if held is not None:
+            with contextlib.suppress(OSError):
+                system.release(held)
+
+
+def _goes_direct(descriptor: int) -> bool:
+    """Switch direct transfers on unless the user or the file system will not have it; the bytes are the same."""
+    if os.environ.get(BUFFERED_SWITCH, "").startswith("1"):
+        return False
+    try:
+        system.set_direct(descriptor, True)
+    except OSError:
+        return False
+    return True
 
 
 def allocate_block(file_bytes: int) -> np.ndarray:
@@ -420,7 +489,7 @@ class BlockWriter:
             undo.callback(_close_read, self._folder)
             self._create_temporary()
             undo.callback(self._discard)
-            self._try_direct()
+            self._direct = _goes_direct(self._descriptor)
             self.step = "allocating a block"
             self._block = allocate_block(self.size_bytes)
             self._spare = allocate_block(self.size_bytes) if self.size_bytes > BLOCK_BYTES else None
@@ -444,13 +513,6 @@ class BlockWriter:
             except FileExistsError:
                 if not last_try:
                     raise
-
-    def _try_direct(self) -> None:
-        if os.environ.get(BUFFERED_SWITCH, "").startswith("1"):
-            return
-        with contextlib.suppress(OSError):  # not every file system can; the bytes are the same either way
-            system.set_direct(self._descriptor, True)
-            self._direct = True
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None  # a failed close has closed it all the same
@@ -522,11 +584,12 @@ class BlockWriter:
         self._close()
         phase("publish", self.size_bytes)
         self.step = "renaming the file"
-        system.rename(self._folder, self._temporary, self._leaf)
-        self.published = True
-        if durable:
-            self.step = "flushing the folder"
-            self._flush_folder()
+        with _kept(self._folder, self._leaf):
+            system.rename(self._folder, self._temporary, self._leaf)
+            self.published = True
+            if durable:
+                self.step = "flushing the folder"
+                self._flush_folder()
 
     def _finish(self) -> None:
         """Write the last block, padded to whole units for a direct transfer and cut again."""
@@ -556,15 +619,16 @@ class BlockWriter:
 class BlockReader:
     """A regular file read in blocks, the next one while the caller works on the present one; may be read again.
 
-    A context manager. Reads go through the page cache, which serves a second reading, and which is given back at the
-    end, unless the file was in it before. OSError passes through; NotPlainFile is raised for links, folders, pipes and
-    devices.
+    A context manager. A file that lies in the page cache is read from there and stays. Any other one is read past the
+    cache, but for a first reading of two that leaves enough of it to others: the second is then served by the cache,
+    which is given back behind it. OSError passes through; NotPlainFile is raised for links, folders, pipes and devices.
     """
 
     def __init__(self, path: str):
         _check_path(path)
         self._path = path
         self._blocks: list[np.ndarray] = []
+        self._direct = False
         self._queued: collections.deque[Future] = collections.deque()
 
     def __enter__(self) -> "BlockReader":
@@ -594,7 +658,7 @@ class BlockReader:
         if self._blocks:  # a file that was only looked into keeps its place in the cache
             self._blocks = []
             self._queued.clear()
-            if not self._was_cached:
+            if not self._was_cached and not self._direct:
                 _forget(self._descriptor, 0, 0)
 
     def _open(self) -> int:
@@ -614,25 +678,45 @@ class BlockReader:
     def read_at(self, offset: int, size: int) -> bytes:
         """A few bytes from anywhere, beside the blocks."""
         data = np.empty(size, np.uint8)
-        self._fill(data, offset)
+        self._fill(data, size, offset)
         return data.tobytes()
 
-    def start(self, *, forget: bool) -> None:
-        """Begin at the first block; `forget` gives page cache back as soon as a block was used."""
+    def start(self, *, last: bool, check: Check | None = None) -> None:
+        """Begin at the first block, for the `last` time or not.
+
+        `check` sees each block, in order, in the helper thread; what it raises comes in place of the block.
+        """
         if not self._blocks:
             n_blocks = 2 if self.size_bytes > BLOCK_BYTES else 1
             self._blocks = [allocate_block(self.size_bytes) for _ in range(n_blocks)]
-        self._forget = forget and not self._was_cached
+            self._choose_way(once=last)
+        self._forget = last and not self._was_cached
+        self._check = check
         self._queued.clear()
         self._asked = 0
         self._ask()
+
+    def _choose_way(self, *, once: bool) -> None:
+        """Past the page cache or through it."""
+        if self._was_cached:
+            return
+        self._direct = (once or not self._leaves_cache()) and _goes_direct(self._descriptor)
+        if not self._direct:
+            with contextlib.suppress(OSError):  # advice
+                system.read_ahead(self._descriptor)
+
+    def _leaves_cache(self) -> bool:
+        """Whether the whole file in the page cache leaves enough memory to others."""
+        try:
+            return self.size_bytes * CACHE_SHARE <= system.available_bytes()
+        except OSError:
+            return False
 
     def _ask(self) -> None:
         """Have the helper thread read one block more, if there is one."""
         offset = self._asked * BLOCK_BYTES
         if offset < self.size_bytes:
-            block = self._blocks[self._asked % 2][: self.size_bytes - offset]
-            self._queued.append(self._thread.submit(self._read, block, offset))
+            self._queued.append(self._thread.submit(self._read, self._blocks[self._asked % 2], offset))
             self._asked += 1
 
     def next_block(self) -> np.ndarray:
@@ -641,18 +725,30 @@ class BlockReader:
         return self._queued.popleft().result()
 
     def _read(self, block: np.ndarray, offset: int) -> np.ndarray:
-        """Fill a block; runs in the helper thread."""
-        if self._forget and offset >= 2 * BLOCK_BYTES:
+        """Fill a block, and check it; runs in the helper thread."""
+        if self._forget and not self._direct and offset >= 2 * BLOCK_BYTES:
             # Not the block just read: its last pages still wait in a list of this processor, and to give them back
             # the kernel would have every other processor empty such lists as well.
             _forget(self._descriptor, offset - 2 * BLOCK_BYTES, BLOCK_BYTES)
-        self._fill(block, offset)
-        return block
+        size = min(BLOCK_BYTES, self.size_bytes - offset)
+        self._fill(block, size, offset)
+        if self._check:
+            self._check(block[:size])
+        return block[:size]
 
-    def _fill(self, data: np.ndarray, offset: int) -> None:
+    def _fill(self, room: np.ndarray, size: int, offset: int) -> None:
+        """Read `size` bytes; `room` has whole units where transfers are direct."""
         filled = 0
-        while filled < data.size:
-            n_read = system.read(self._descriptor, data[filled:], offset + filled)
+        while filled < size:
+            end = -(-size // DIRECT_UNIT) * DIRECT_UNIT if self._direct else size
+            try:
+                n_read = system.read(self._descriptor, room[filled:end], offset + filled)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                system.set_direct(self._descriptor, False)
+                self._direct = False
+                continue
             if not n_read:
                 raise OSError(errno.EIO, f"the file became shorter: it ends at {offset + filled}")
             filled += n_read

@@ -12,7 +12,7 @@ import tempfile
 
 KERNEL_SOURCES = (
     "jit.py", "simd.py", "team.py", "cpupacks.py", "cpuattention.py", "kernels_cpu.py", "experthost.py",
-    "fingerprint.py",
+    "fingerprint.py", "bytecopy.py",
 )  # fmt: skip
 
 

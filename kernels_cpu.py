@@ -12,6 +12,7 @@ import types
 import numpy as np
 from numba import carray
 
+import bytecopy
 import simd
 from cpuattention import (  # noqa: F401
     CELL_F16,
@@ -121,7 +122,7 @@ def read_bytes(array, offset, out):
 def write_bytes(array, offset, data):
     """Copy `data` (NumPy, uint8) over the bytes of an array from byte `offset`."""
     # A reshape of a contiguous array is a view, which is what makes the bytes reach it.
-    array.reshape(-1).view(np.uint8)[offset : offset + len(data)] = data
+    bytecopy.copy(array.reshape(-1).view(np.uint8)[offset : offset + len(data)], data)
 
 
 # --- elementwise and row operations -------------------------------------------------------------------------------

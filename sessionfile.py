@@ -3,22 +3,20 @@
 It owns writing, the materializing and the two-pass reading, and looking into files without a model; it knows nothing
 of models, HTTP and terminals, and gets K/V through the protocols KvSource and KvSink. Invariant: no byte of a file
 reaches a sink before it was vouched for, and a failed write leaves the destination as it was.
-Read next: sessionlayout.py for the bytes, blockfile.py for the disk, fingerprint.py for the checksums.
+Read next: sessionparse.py for the structure, blockfile.py for the disk, fingerprint.py for the checksums.
 """
 
 import contextlib
-import enum
 import errno
 import os
-import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 import blockfile
-from blockfile import BLOCK_BYTES, BlockReader, BlockWriter, NotPlainFile, Phase, Progress
-from fingerprint import Hash64, crc32c, hash64
+from blockfile import BLOCK_BYTES, BlockReader, BlockWriter, Check, NotPlainFile, Phase, Progress
+from plainhash import hash64
 from sessionlayout import (
     COUNT,
     END_MARK,
@@ -30,8 +28,6 @@ from sessionlayout import (
     KV_PARTS,
     LAYER_RANGE,
     LIVE_OFFSET,
-    MIN_CHECKPOINT_BYTES,
-    MIN_KV_LAYER_BYTES,
     OPEN,
     START_MARK,
     STATE_ARRAYS,
@@ -56,6 +52,10 @@ from sessionlayout import (
     save_peak_bytes,
     stream_peak_bytes,
 )
+from sessionparse import Keep, Structure, check_size, check_trailer, read_header
+
+if TYPE_CHECKING:
+    import fingerprint
 
 __all__ = [
     "STATE_ARRAYS",
@@ -86,13 +86,21 @@ __all__ = [
 ]
 
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FOREIGN = (  # starts of files that are met in the place of session files
-    (b"GGUF", "a GGUF model"),
-    (b"qsgg", "a llama.cpp slot file"),
-    (b"nsgg", "a llama.cpp session file"),
-    (b"PK\x03\x04", "a zip archive"),
-    (b"\x1f\x8b", "a gzip file"),
-)
+
+
+# --- Checksums: the kernels are loaded when the first byte is hashed, as who only looks into files needs none ---
+
+
+def _payload_hash() -> "fingerprint.Hash64":
+    import fingerprint
+
+    return fingerprint.Hash64()
+
+
+def _crc32c(block: np.ndarray) -> int:
+    import fingerprint
+
+    return fingerprint.crc32c(block)
 
 
 # --- Failures of the system ---
@@ -193,7 +201,7 @@ class _Output:
 
     def __init__(self, writer: BlockWriter):
         self._writer = writer
-        self.hash = Hash64()
+        self.hash = _payload_hash()
 
     def pull(self, size: int, read: Callable[[int, np.ndarray], None]) -> None:
         """Have `read(offset, out)` fill the next `size` bytes, in pieces that fit the blocks."""
@@ -224,7 +232,7 @@ def _write_contents(output: _Output, image: Image, identity: Identity, layers: S
     fields = (START_MARK, VERSION, HEADER.size, *identity, _payload_bytes(image, layers), 0, 0)
     head = HEADER.pack(*fields, 0)[: -COUNT.size]
     output.put(head + COUNT.pack(hash64(head)))
-    output.hash = Hash64()
+    output.hash = _payload_hash()
     output.put(GEOMETRY.pack(*image.geometry))
     output.put(LAYER_RANGE.pack(image.layer_lo, image.layer_hi) + COUNT.pack(bool(image.cvec)))
     _write_record(output, image.live)
@@ -266,18 +274,15 @@ def _write_layer(output: _Output, layer: KvSource) -> None:
 
 
 class _Stream:
-    """A file's bytes in order, block by block; the payload is hashed as it arrives.
+    """A file's bytes in order, block by block; the payload is hashed as it arrives, and `note` sees every block."""
 
-    `check` sees every block before any of its bytes is handed out.
-    """
-
-    def __init__(self, reader: BlockReader, progress: Progress | None, check: Callable[[np.ndarray], None] | None):
+    def __init__(self, reader: BlockReader, progress: Progress | None, note: Check | None = None):
         self.offset = 0
         self.size_bytes = reader.size_bytes
-        self.hash = Hash64()
+        self.hash = _payload_hash()
         self._reader = reader
         self._progress = progress
-        self._check = check
+        self._note = note
         self._block = np.empty(0, np.uint8)
         self._end = 0  # file offset of the end of the present block
 
@@ -296,8 +301,8 @@ class _Stream:
         start = self._end
         self._block = self._reader.next_block()
         self._end += self._block.size
-        if self._check:
-            self._check(self._block)
+        if self._note:
+            self._note(self._block)
         payload = self._block[max(0, HEADER.size - start) : max(0, self.size_bytes - TRAILER.size - start)]
         self.hash.update(payload)
         if self._progress:
@@ -334,182 +339,7 @@ class _Seeker:
         self.offset += size
 
 
-# --- Reading: the structure ---
-
-
-def _read_header(source: _Stream | _Seeker, identity: Identity | None) -> Header:
-    """The header, checked in the order of the format; any identity is taken when none is given."""
-    raw = source.take(HEADER.size)
-    header = Header._make(HEADER.unpack(raw))
-    if header.magic != START_MARK:
-        raise _foreign(raw)
-    found = hash64(raw[: -COUNT.size])
-    if header.hash != found:
-        raise invalid("header-hash", "header hash", HEADER.size - COUNT.size, hex64(found), hex64(header.hash))
-    if header.version != VERSION:
-        raise invalid(
-            "version", "format version", 8, VERSION, header.version, advice="this reader knows no other version"
-        )
-    if header.header_bytes != HEADER.size:
-        raise invalid("header-fields", "header size", 12, HEADER.size, header.header_bytes)
-    for offset, reserved in ((40, header.reserved_1), (48, header.reserved_2)):
-        if reserved:
-            raise invalid("header-fields", "reserved header field", offset, 0, hex64(reserved))
-    if identity:
-        _check_identity(header, identity)
-    if header.payload_bytes != source.size_bytes - FRAME_BYTES:
-        expected = source.size_bytes - FRAME_BYTES
-        advice = f"the file has a size of {source.size_bytes} bytes: cut off, or something was appended"
-        raise invalid("size-mismatch", "payload length", 32, expected, header.payload_bytes, advice=advice)
-    return header
-
-
-def _check_identity(header: Header, identity: Identity) -> None:
-    advice = "it was saved with another {}; only that one can go on with it"
-    if header.model != identity.model:
-        what = advice.format("model")
-        raise invalid("model", "model fingerprint", 16, hex64(identity.model), hex64(header.model), advice=what)
-    if header.config != identity.config:
-        what = advice.format("configuration (backend, K/V format, context, rope, engine version)")
-        raise invalid("config", "config fingerprint", 24, hex64(identity.config), hex64(header.config), advice=what)
-
-
-def _foreign(raw: bytes) -> SessionError:
-    """The refusal of a file that starts with something else, named where it is known."""
-    what = next((name for start, name in _FOREIGN if raw.startswith(start)), "")
-    if raw[8:10] == b'{"':
-        what = "a safetensors file"
-    elif raw[:7] == START_MARK[:7]:
-        what = f"the start of a session file, but damaged or of layout {raw[7]}"
-    elif not what and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in raw):
-        what = "text"
-    advice = "not a session file" + (f": it looks like {what}" if what else "")
-    return invalid("magic", "magic", 0, START_MARK, raw[:8], advice=advice)
-
-
-class Keep(enum.IntEnum):
-    """How much of a file becomes arrays; the rest is read past and leaves Extents."""
-
-    LAYOUT = 0
-    TOKENS = 1  # token ids and images
-    STATE = 2  # the running state and the checkpoints' as well
-    ALL = 3  # K/V as well
-
-
-class _Structure:
-    """Takes a payload apart: every count is held against the bytes left and the limits before anything is allocated."""
-
-    def __init__(self, source: _Stream | _Seeker, limits: Limits, keep: Keep):
-        self._source = source
-        self._limits = limits
-        self._keep = keep
-        self._end = source.size_bytes - TRAILER.size
-
-    def read(self) -> Image:
-        geometry = self._fixed(GEOMETRY, "geometry")
-        self._require("geometry", "geometry", HEADER.size, self._limits.geometry, geometry)
-        layers = self._fixed(LAYER_RANGE, "layer range")
-        self._require("layer-range", "layer range", HEADER.size + GEOMETRY.size, self._limits.layer_range, layers)
-        (cvec,) = self._fixed(COUNT, "control vector flag")
-        if cvec > 1:
-            raise invalid("cvec-flag", "control vector flag", LIVE_OFFSET - COUNT.size, "0 or 1", cvec)
-        image = Image(geometry, *layers, bool(cvec), self._record("live"))
-        for i in range(self.count("checkpoint count", MIN_CHECKPOINT_BYTES, self._limits.max_checkpoints)):
-            image.checkpoints.append(self._record(f"checkpoint {i}"))
-        for i in range(self.count("K/V layer count", MIN_KV_LAYER_BYTES, self._limits.max_kv_layers)):
-            image.kv.append(self._layer(i))
-        if self._left:
-            offset = self._source.offset
-            raise invalid("payload-rest", "end of the payload", offset, "no bytes left", f"{self._left} bytes")
-        return image
-
-    @property
-    def _left(self) -> int:
-        return self._end - self._source.offset
-
-    def _require(self, reason: str, section: str, offset: int, expected, found: tuple) -> None:
-        if expected is not None and tuple(expected) != found:
-            raise invalid(
-                reason, section, offset, list(expected), list(found), advice="the session is of another model"
-            )
-
-    def _fixed(self, record: struct.Struct, section: str) -> tuple:
-        if record.size > self._left:
-            raise invalid("payload-short", section, self._source.offset, f"{record.size} bytes", f"{self._left} left")
-        return record.unpack(self._source.take(record.size))
-
-    def count(self, section: str, element_bytes: int, limit: int) -> int:
-        """A count of elements that are still there to be read and that the caller is ready to take."""
-        offset = self._source.offset
-        (count,) = self._fixed(COUNT, section)
-        most = self._left // element_bytes
-        if count > most:
-            raise invalid("count-payload", section, offset, f"a count of at most {most} in the bytes left", count)
-        if count > limit:
-            raise invalid("count-limit", section, offset, f"at most the limit of {limit}", count)
-        return count
-
-    def _array(self, count: int, dtype: str, kept_from: Keep) -> np.ndarray | Extent:
-        extent = Extent(self._source.offset, count)
-        if self._keep < kept_from:
-            self._source.skip(count * np.dtype(dtype).itemsize)
-            return extent
-        array = np.empty(count, dtype)
-        self._source.fill(array.view(np.uint8))
-        return array
-
-    def _record(self, name: str) -> Checkpoint:
-        limits = self._limits
-        ids = self._array(self.count(f"token ids of {name}", 4, limits.max_tokens), "<i4", Keep.TOKENS)
-        images = self._images(self.count(f"images of {name}", IMAGE.size, limits.max_tokens))
-        state = []
-        for array, most in zip(STATE_ARRAYS, limits.max_state_bytes, strict=True):
-            state.append(self._array(self.count(f"{array} of {name}", 1, most), "u1", Keep.STATE))
-        (used,) = self._fixed(COUNT, f"last use of {name}")
-        return Checkpoint(ids, images, *state, used)
-
-    def _images(self, count: int) -> list[tuple[int, int]] | Extent:
-        if self._keep < Keep.TOKENS:
-            return self._array(count, "V16", Keep.TOKENS)
-        return list(IMAGE.iter_unpack(self._source.take(count * IMAGE.size)))
-
-    def _layer(self, index: int) -> KvLayer:
-        section = f"K/V layer {index}"
-        offset = self._source.offset
-        header = KvHeader._make(self._fixed(KV_HEADER, f"header of {section}"))
-        if not -(1 << 31) <= header.format < 1 << 31:
-            raise invalid("kv-format", f"format of {section}", offset, "a 32-bit value", header.format)
-        limits = self._limits.max_kv_bytes
-        limit = limits[index] if index < len(limits) else (OPEN,) * len(KV_PARTS)
-        parts = []
-        for name, most in zip(KV_PARTS, limit, strict=True):
-            parts.append(self._array(self.count(f"{name} of {section}", 1, most), "u1", Keep.ALL))
-        return KvLayer(header, tuple(parts))
-
-
 # --- Reading: whole files ---
-
-
-def _check_size(size_bytes: int, limits: Limits) -> None:
-    if size_bytes < FRAME_BYTES:
-        advice = "not a session file, or cut off"
-        raise invalid("too-small", "file size", 0, f"at least {FRAME_BYTES} bytes", size_bytes, advice=advice)
-    if size_bytes > limits.largest_file():
-        most = limits.largest_file()
-        raise invalid("too-big", "file size", 0, f"at most the limit of {most} bytes", size_bytes)
-
-
-def _check_trailer(source: _Stream | _Seeker, payload_hash: int | None) -> int:
-    """Hold the trailer against the hash of what was read, if it was; return the stored hash."""
-    offset = source.offset
-    stored, mark = TRAILER.unpack(source.take(TRAILER.size))
-    if payload_hash is not None and stored != payload_hash:
-        raise invalid(
-            "payload-hash", "payload hash", offset, hex64(payload_hash), hex64(stored), advice="bytes were changed"
-        )
-    if mark != END_MARK:
-        raise invalid("end-marker", "end marker", offset + COUNT.size, END_MARK, mark)
-    return stored
 
 
 Admission = Callable[[int], str | None]  # is told the RAM that a reading needs; returns why it cannot have it
@@ -530,16 +360,16 @@ def _read_all(
 
     A `ledger` gets the CRC-32C of every block, and the page cache is kept for the second reading that will need it.
     """
-    _check_size(reader.size_bytes, limits)
-    reader.start(forget=ledger is None)
-    note = None if ledger is None else lambda block: ledger.append(crc32c(block))
+    check_size(reader.size_bytes, limits)
+    reader.start(last=ledger is None)
+    note = None if ledger is None else lambda block: ledger.append(_crc32c(block))
     stream = _Stream(reader, progress, note)
-    header = _read_header(stream, identity)
+    header = read_header(stream, identity)
     refusal = admit(need_bytes) if admit else None
     if refusal:
         raise SessionError("memory", "admit", refusal)
-    image = _Structure(stream, limits, keep).read()
-    return header, image, _check_trailer(stream, stream.hash.digest())
+    image = Structure(stream, limits, keep).read()
+    return header, image, check_trailer(stream, stream.hash.digest())
 
 
 def _reading() -> str:
@@ -631,8 +461,8 @@ class SessionReader:
             found = self._reader.current_size()
             if found != self.size_bytes:
                 raise self._changed("file size", 0, self.size_bytes, found)
-            self._reader.start(forget=True)
-            stream = _Stream(self._reader, progress, self._voucher())
+            self._reader.start(last=True, check=self._voucher())
+            stream = _Stream(self._reader, progress)
             for extent, sink, part in targets:
                 stream.skip(extent.offset - stream.offset)
                 self._feed(stream.pieces(extent.size), sink, part)
@@ -662,13 +492,13 @@ class SessionReader:
                     targets.append((extent, sink, part))
         return targets
 
-    def _voucher(self) -> Callable[[np.ndarray], None]:
+    def _voucher(self) -> Check:
         """A check of each block, in order, against the ledger of the first pass."""
         blocks = enumerate(self._ledger)
 
         def vouch(block: np.ndarray) -> None:
             index, expected = next(blocks)
-            found = crc32c(block)
+            found = _crc32c(block)
             if found != expected:
                 raise self._changed("CRC-32C of the block", index * BLOCK_BYTES, f"{expected:08x}", f"{found:08x}")
 
@@ -745,11 +575,11 @@ def _record_dict(record: Checkpoint) -> dict:
 def inspect_session(path: str) -> SessionInfo:
     """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them."""
     with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
-        _check_size(reader.size_bytes, LOOK_LIMITS)
+        check_size(reader.size_bytes, LOOK_LIMITS)
         source = _Seeker(reader)
-        header = _read_header(source, None)
-        image = _Structure(source, LOOK_LIMITS, Keep.LAYOUT).read()
-        payload_hash = _check_trailer(source, None)
+        header = read_header(source, None)
+        image = Structure(source, LOOK_LIMITS, Keep.LAYOUT).read()
+        payload_hash = check_trailer(source, None)
         return _info(path, reader, header, image, payload_hash)
 
 
@@ -778,11 +608,11 @@ class Peek(NamedTuple):
 def peek_session(path: str) -> Peek:
     """A file's header and token count, for listings; raises SessionError."""
     with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
-        _check_size(reader.size_bytes, LOOK_LIMITS)
+        check_size(reader.size_bytes, LOOK_LIMITS)
         source = _Seeker(reader)
-        header = _read_header(source, None)
+        header = read_header(source, None)
         source.skip(LIVE_OFFSET - source.offset)
-        n_tokens = _Structure(source, LOOK_LIMITS, Keep.LAYOUT).count("token ids of live", 4, OPEN)
+        n_tokens = Structure(source, LOOK_LIMITS, Keep.LAYOUT).count("token ids of live", 4, OPEN)
         identity = Identity(header.model, header.config)
         return Peek(os.path.basename(path), reader.size_bytes, reader.modified_s, n_tokens, identity)
 

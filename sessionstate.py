@@ -7,6 +7,7 @@ reason that lies in the file. Read next: engine.py for the order of events, sess
 
 import numpy as np
 
+import bytecopy
 from kvcache import Cache, CacheShape, Snapshot
 from promptcache import Checkpoint
 from sessionlayout import STATE_ARRAYS, Image, KvHeader, Limits, SessionError
@@ -90,7 +91,7 @@ class StateSink:
         self.part_sizes = tuple(len(part) for part in self._bytes)
 
     def write(self, part: int, offset: int, data: np.ndarray) -> None:
-        self._bytes[part][offset : offset + len(data)] = data
+        bytecopy.copy(self._bytes[part][offset : offset + len(data)], data)
 
     def snapshot(self, ids: np.ndarray) -> Snapshot:
         """The filled arrays as the state of a prefix."""

@@ -8,6 +8,7 @@ and none is bounds-checked: the callers' shapes are checked before they enter. R
 
 import ctypes
 import math
+import mmap
 import platform
 
 import numpy as np
@@ -68,12 +69,48 @@ def _overloaded(builder, name, result, arguments):
 LINE = 64  # bytes of a cache line and of a vector; a vector that lies in two lines takes twice as long to load
 
 
+HUGE_PAGE = 2 << 20  # bytes; of a page of 4 KiB the address has to be looked up 512 times as often
+CHUNK = 32 << 20  # bytes mapped at once for arrays that are too small for huge pages of their own
+LEAST_OF_CHUNK = 64 << 10  # an array smaller than this is left to NumPy
+
+
+class _Chunk:
+    """Memory in huge pages that arrays are cut from; it lives as long as one of them."""
+
+    def __init__(self):
+        self._rest = np.empty(0, np.uint8)
+
+    def cut(self, size: int) -> np.ndarray:
+        """`size` bytes of zeros that begin at a cache line."""
+        if size > len(self._rest):
+            self._rest = _mapped(CHUNK)
+        part, self._rest = self._rest[:size], self._rest[-(-size // LINE) * LINE :]
+        return part
+
+
+_chunk = _Chunk()
+
+
+def _mapped(size: int) -> np.ndarray:
+    """Zeros in pages of their own, huge ones where the system has them to give."""
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes cannot be had ({error})") from error
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
 def aligned_zeros(shape, dtype) -> np.ndarray:
-    """Zeros that begin at a cache line."""
+    """Zeros that begin at a cache line, in huge pages where they are many and the system has such pages."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.zeros(size + LINE - 1, np.uint8)
-    first = -raw.ctypes.data % LINE
-    return raw[first : first + size].view(dtype).reshape(shape)
+    if size < LEAST_OF_CHUNK or not hasattr(mmap, "MADV_HUGEPAGE"):
+        raw = np.zeros(size + LINE - 1, np.uint8)
+        first = -raw.ctypes.data % LINE
+        raw = raw[first : first + size]
+    else:
+        raw = _chunk.cut(size) if size < HUGE_PAGE else _mapped(size)
+    return raw.view(dtype).reshape(shape)
 
 
 @njit

@@ -203,11 +203,23 @@ def test_a_save_whose_nth_call_fails(code, live, blocks):
     assert always <= refused
 
 
+RESTORING = {"open_existing", "status", "set_blocking", "start_thread", "allocate", "read"}
+
+
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 def test_a_restore_whose_nth_call_fails(code, live, blocks):
-    assert failing_restores(live, code) == {
-        *("open_existing", "status", "set_blocking", "start_thread", "allocate", "read")
-    }
+    assert failing_restores(live, code) == RESTORING
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EINVAL, errno.ENOMEM], ids=errno.errorcode.get)
+@pytest.mark.parametrize("available_bytes", [0, 1 << 50], ids=["past the cache", "through the cache"])
+def test_a_restore_of_what_is_not_cached_whose_nth_call_fails(available_bytes, code, live, blocks, monkeypatch):
+    """Both ways of reading, on whatever file system: a direct transfer that is refused is repeated."""
+    monkeypatch.setattr(blockfile, "_is_cached", lambda descriptor, size_bytes: False)
+    monkeypatch.setattr(blockfile, "_available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(blockfile.PosixSystem, "set_direct", lambda self, descriptor, on: None)
+    repeated = {"read"} if code == errno.EINVAL and not available_bytes else set()
+    assert failing_restores(live, code) == RESTORING - repeated
 
 
 def test_a_save_without_memory_and_with_two_faults(live):
@@ -568,7 +580,7 @@ def broken_short_write(monkeypatch):
 def broken_validation(monkeypatch):
     """Lets contents through that do not fit."""
     monkeypatch.setattr(sessionstate, "validate", lambda *arguments: None)
-    monkeypatch.setattr(sessionfile, "_check_trailer", lambda source, payload_hash: payload_hash)
+    monkeypatch.setattr(sessionfile, "check_trailer", lambda source, payload_hash: payload_hash)
 
 
 def broken_thread(monkeypatch):

@@ -18,12 +18,15 @@ ALLOWED = {
     "team": {"jit"},
     "cpupacks": {"jit", "simd", "team"},
     "cpuattention": {"cpupacks", "jit", "simd", "team"},
-    "kernels_cpu": {"cpuattention", "cpupacks", "jit", "simd", "team"},
+    "kernels_cpu": {"bytecopy", "cpuattention", "cpupacks", "jit", "simd", "team"},
     "fingerprint": {"jit", "simd"},
     "gguffile": set(),
     "blockfile": set(),
+    "bytecopy": {"jit"},
     "sessionlayout": {"blockfile"},
-    "sessionfile": {"sessionlayout", "blockfile", "fingerprint"},
+    "plainhash": set(),
+    "sessionparse": {"plainhash", "sessionlayout"},
+    "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "fingerprint", "plainhash"},
     "tokenizer": {"gguffile"},
     "sampling": set(),
     "cudablock": set(),
@@ -40,7 +43,7 @@ ALLOWED = {
     "weights": {"gguffile", "kvcache"},
     "model": {"weights", "kvcache"},
     "controlvector": {"fingerprint", "gguffile"},
-    "sessionstate": {"kvcache", "promptcache", "sessionlayout"},
+    "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "engine": {"gguffile", "model", "weights", "controlvector", "backend", "kvcache", "promptcache", "sampling"}
     | {"sessionstate", "sessionfile", "fingerprint", "expertprofile"},
     "serveloop": {"engine", "sessionfile", "sessionfolder"},
@@ -95,7 +98,7 @@ def test_the_command_line_needs_the_standard_library_alone():
     assert top_level(MODULES["strata"]) <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "blockfile"])
+@pytest.mark.parametrize("name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "httpfront"])
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}
     while waiting:

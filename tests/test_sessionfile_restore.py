@@ -312,7 +312,7 @@ def test_another_file_under_the_name_changes_nothing(how, large):
 
 
 def test_a_block_that_fools_the_ledger_is_found_by_the_hash(large, monkeypatch):
-    monkeypatch.setattr("sessionfile.crc32c", lambda block: 0)
+    monkeypatch.setattr("fingerprint.crc32c", lambda block: 0)
     with SessionReader(large, LARGE, Limits()) as reader:
         patch(large, 3 << 20)
         error = refusal(reader.apply, pools(reader.part_sizes, []))

@@ -166,7 +166,7 @@ def test_the_file_is_flushed_before_it_gets_its_name(target, monkeypatch):
     steps = [name for name in calls if name != "forget"]
     assert steps == [
         *("open_folder", "create", "set_direct", "write", "write", "truncate"),
-        *("flush", "close", "rename", "flush_folder", "close"),
+        *("flush", "close", "hold", "rename", "flush_folder", "release", "close"),
     ]
 
 

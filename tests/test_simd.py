@@ -347,6 +347,13 @@ def test_a_line_begins_where_scratch_and_zeros_do():
             assert array.ctypes.data % simd.LINE == 0
             assert len(array) == n
         assert not simd.aligned_zeros((n, 3), np.int32).any()
+    sizes = (simd.LEAST_OF_CHUNK - 1, simd.LEAST_OF_CHUNK, 1_000_001, simd.HUGE_PAGE, simd.CHUNK + 1, 1_000_003)
+    arrays = [simd.aligned_zeros((size,), np.uint8) for size in sizes]
+    for i, array in enumerate(arrays):
+        assert (array.ctypes.data % simd.LINE, len(array)) == (0, sizes[i])
+        assert not array.any()
+        array[:] = i + 1
+    assert all((array == i + 1).all() for i, array in enumerate(arrays))
 
 
 def test_magnitudes_and_bytes_of_whole_numbers():
