@@ -10,8 +10,9 @@ import numpy as np
 from numba import carray
 
 import simd
+from cpupacks import JOB_WORK
 from jit import njit
-from kernels_cpu import BLOCK, BLOCK_BYTES, F16, F32, JOB_WORK, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
+from packing import BLOCK, BLOCK_BYTES, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
 from team import ARGUMENTS, Job, Team, awake, control_array, pointer_to, put, run_jobs
 
 TILE = 8  # rows of x that share one decoding of a weight

@@ -11,7 +11,7 @@ import pathlib
 import tempfile
 
 KERNEL_SOURCES = (
-    "jit.py", "simd.py", "team.py", "cpupacks.py", "cpuattention.py", "kernels_cpu.py", "experthost.py",
+    "jit.py", "simd.py", "team.py", "packing.py", "cpupacks.py", "cpuattention.py", "kernels_cpu.py", "experthost.py",
     "fingerprint.py", "bytecopy.py",
 )  # fmt: skip
 

@@ -29,6 +29,19 @@ from cpuattention import (  # noqa: F401
     select_blocks,
 )
 from cpupacks import (  # noqa: F401
+    Pack,
+    expert_matmul,
+    expert_matmul_each,
+    gather_rows,
+    matmul,
+    matmul_each,
+    multiply,
+    pack,
+    product_jobs,
+    together,
+)
+from jit import njit
+from packing import (  # noqa: F401
     BF16,
     BLOCK,
     BLOCK_BYTES,
@@ -42,18 +55,7 @@ from cpupacks import (  # noqa: F401
     Q6_K,
     Q8_0,
     ROWS,
-    Pack,
-    expert_matmul,
-    expert_matmul_each,
-    gather_rows,
-    matmul,
-    matmul_each,
-    multiply,
-    pack,
-    product_jobs,
-    together,
 )
-from jit import njit
 from team import ARGUMENTS, Job, Team, awake, control_array, pointer_to, put, run_jobs
 
 # --- arrays ---------------------------------------------------------------------------------------------------------
