@@ -172,8 +172,8 @@ def test_what_is_used_more_takes_the_place_of_what_is_used_less(slots):
     slots(EXPERTS)
     whole = part("Q4_1")
     place([whole])
-    for name in ("gate", "up", "down"):
-        found, expected = (product(getattr(some, name), x, offsets_of([1] * EXPERTS)) for some in (mine, whole))
+    for exchanged, resident in zip((*mine.gate_up, mine.down), (*whole.gate_up, whole.down), strict=True):
+        found, expected = (product(pack, x, offsets_of([1] * EXPERTS)) for pack in (exchanged, resident))
         np.testing.assert_array_equal(found, expected)
 
 
