@@ -100,7 +100,8 @@ def _decode_quad(codes, quad, scale, offset, out):
 
 
 @njit(forceinline=True)
-def _decode_float(kind, data, at, out):
+def decode_floats(kind, data, at, out):
+    """A block of 32 columns of a kind of floats at byte `at` into `out`, column by column."""
     for k in range(BLOCK):
         if kind == F32:
             value = simd.load_f32(data, at + k * 64)
@@ -182,7 +183,7 @@ def _decode(kind, data, at, block, out):
     elif kind == Q8_0:
         _decode_q8_0(data, at, out)
     else:
-        _decode_float(kind, data, at, out)
+        decode_floats(kind, data, at, out)
 
 
 # --- matrix products ----------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import numpy as np
 from numba import carray
 
 import simd
-from cpupacks import JOB_WORK
+from cpupacks import JOB_WORK, decode_floats
 from jit import njit
-from packing import BLOCK, BLOCK_BYTES, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
+from packing import BLOCK, BLOCK_BYTES, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
 from team import ARGUMENTS, Job, Team, awake, control_array, pointer_to, put, run_jobs
 
 TILE = 8  # rows of x that share one decoding of a weight
@@ -73,23 +73,11 @@ def _codes(kind, data, at, block, quad):
 
 
 @njit
-def _decode_floats(kind, data, at, out):
-    for k in range(BLOCK):
-        if kind == F32:
-            value = simd.load_f32(data, at + k * 64)
-        elif kind == F16:
-            value = simd.load_f16(data, at + k * 32)
-        else:
-            value = simd.load_bf16(data, at + k * 32)
-        simd.store(out, k * ROWS, value)
-
-
-@njit
 def _decode(kind, data, at, block, out):
     """Column block `block` (32 columns x 16 rows) of the row group at byte `at`, column by column into `out`."""
     at += (block >> 3 if kind >= Q4_K else block) * _BYTES[kind]
     if kind < Q8_0:
-        _decode_floats(kind, data, at, out)
+        decode_floats(kind, data, at, out)
         return
     for half in range(2):
         scale, offset = _scale(kind, data, at, block, half)
