@@ -11,8 +11,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from jit import njit
+from simd import LINE
 
-LINE = 64  # bytes that one store takes, at an address that is a multiple
 LEAST_BYTES = 1 << 18  # a shorter copy is done before a call of the kernel pays
 
 

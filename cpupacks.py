@@ -264,6 +264,7 @@ def _row_group(kind, data, at, n_cols, x, first, n_tokens, sums):
             block_1(weights, n_quads, x, (first + token) * stride + column, sums, token)
             token += 1
 
+
 # --- matrix products with 8-bit activations -----------------------------------------------------------------------
 #
 # x is rounded to int8 with one scale for 32 columns, and products are summed as integers, exactly; so only the sum over
@@ -289,7 +290,7 @@ def _round_block(x, at, codes, steps, sums, lifts, block):
 
 
 @njit(forceinline=True)
-def _quad_codes(kind, data, at, quad):
+def quad_codes(kind, data, at, quad):
     """Unsigned codes of four columns: byte j of a lane is column 4 quad + j of its row; `at` is where codes start."""
     if kind == Q8_0:
         return simd.flip(simd.load_i32(data, at + quad * 64), simd.splat_i32(np.int32(-2139062144)))  # 0x80 a byte
@@ -306,7 +307,7 @@ def _quad_codes(kind, data, at, quad):
 
 
 @njit(forceinline=True)
-def _zero_point(kind):
+def zero_point(kind):
     """The unsigned code that stands for 0 where a kind has signed codes."""
     if kind == Q8_0:
         return np.int32(128)
@@ -322,7 +323,7 @@ def _has_offsets(kind):
 
 
 @njit(forceinline=True)
-def _codes_start(kind, at, block):
+def codes_start(kind, at, block):
     """Byte of the first quad of column block `block` in the row group at byte `at`."""
     if kind >= Q4_K:
         at += (block >> 3) * _BYTES[kind]
@@ -334,7 +335,7 @@ def _codes_start(kind, at, block):
 
 
 @njit(forceinline=True)
-def _block_scale(kind, data, at, block, half):
+def block_scale(kind, data, at, block, half):
     """Scale of a column block's sixteen rows (of Q6_K: of its half)."""
     if kind >= Q4_K:
         at += (block >> 3) * _BYTES[kind]
@@ -346,7 +347,7 @@ def _block_scale(kind, data, at, block, half):
 
 
 @njit(forceinline=True)
-def _block_offset(kind, data, at, block):
+def block_offset(kind, data, at, block):
     """Offset of a column block's sixteen rows, of a kind that has offsets."""
     if kind >= Q4_K:
         at += (block >> 3) * _BYTES[kind]
@@ -372,50 +373,49 @@ def _scaled_1(kind, data, at, n_cols, codes, steps, sums, lifts, token):
     total, blocks = simd.splat(np.float32(0)), n_cols // BLOCK
     halves = 2 if kind == Q6_K else 1
     for block in range(blocks):
-        start, i = _codes_start(kind, at, block), token * blocks + block
+        start, i = codes_start(kind, at, block), token * blocks + block
         _prefetch_block(data, start, kind)
         for half in range(halves):
-            sum_codes = sums[2 * i + half] if kind == Q6_K else sums[2 * i] + sums[2 * i + 1]
-            dots = simd.splat_i32(np.int32(-_zero_point(kind) * sum_codes))
+            dots = simd.splat_i32(np.int32(-zero_point(kind) * _sum_codes(kind, sums, i, half)))
             for q in range(8 // halves):
                 quad = half * 4 + q
                 column = simd.broadcast_i32(codes, i * BLOCK + 4 * quad)
-                dots = simd.dot_bytes(dots, _quad_codes(kind, data, start, quad), column)
-            scale = simd.mul(_block_scale(kind, data, at, block, half), simd.splat(steps[i]))
+                dots = simd.dot_bytes(dots, quad_codes(kind, data, start, quad), column)
+            scale = simd.mul(block_scale(kind, data, at, block, half), simd.splat(steps[i]))
             total = simd.fma(simd.to_float(dots), scale, total)
         if _has_offsets(kind):
-            total = simd.fma(_block_offset(kind, data, at, block), simd.splat(lifts[i]), total)
+            total = simd.fma(block_offset(kind, data, at, block), simd.splat(lifts[i]), total)
     return total
 
 
 @njit(forceinline=True)
 def _scaled_4(kind, data, at, n_cols, codes, steps, sums, lifts, token, out):
     """The outputs of four tokens, each summed as in `_scaled_1`; the weights are taken apart once for all of them."""
-    zero, zero_point = simd.splat(np.float32(0)), _zero_point(kind)
+    zero, negated = simd.splat(np.float32(0)), np.int32(-zero_point(kind))
     total_a, total_b, total_c, total_d = zero, zero, zero, zero
     blocks, halves = n_cols // BLOCK, 2 if kind == Q6_K else 1
     for block in range(blocks):
-        start, i = _codes_start(kind, at, block), token * blocks + block
+        start, i = codes_start(kind, at, block), token * blocks + block
         j = i + 2 * blocks
         for half in range(halves):
-            a = simd.splat_i32(np.int32(-zero_point * _sum_codes(kind, sums, i, half)))
-            b = simd.splat_i32(np.int32(-zero_point * _sum_codes(kind, sums, i + blocks, half)))
-            c = simd.splat_i32(np.int32(-zero_point * _sum_codes(kind, sums, j, half)))
-            d = simd.splat_i32(np.int32(-zero_point * _sum_codes(kind, sums, j + blocks, half)))
+            a = simd.splat_i32(np.int32(negated * _sum_codes(kind, sums, i, half)))
+            b = simd.splat_i32(np.int32(negated * _sum_codes(kind, sums, i + blocks, half)))
+            c = simd.splat_i32(np.int32(negated * _sum_codes(kind, sums, j, half)))
+            d = simd.splat_i32(np.int32(negated * _sum_codes(kind, sums, j + blocks, half)))
             for q in range(8 // halves):
                 quad = half * 4 + q
-                weights, at_x = _quad_codes(kind, data, start, quad), i * BLOCK + 4 * quad
+                weights, at_x = quad_codes(kind, data, start, quad), i * BLOCK + 4 * quad
                 a = simd.dot_bytes(a, weights, simd.broadcast_i32(codes, at_x))
                 b = simd.dot_bytes(b, weights, simd.broadcast_i32(codes, at_x + n_cols))
                 c = simd.dot_bytes(c, weights, simd.broadcast_i32(codes, at_x + 2 * n_cols))
                 d = simd.dot_bytes(d, weights, simd.broadcast_i32(codes, at_x + 3 * n_cols))
-            scale = _block_scale(kind, data, at, block, half)
+            scale = block_scale(kind, data, at, block, half)
             total_a = simd.fma(simd.to_float(a), simd.mul(scale, simd.splat(steps[i])), total_a)
             total_b = simd.fma(simd.to_float(b), simd.mul(scale, simd.splat(steps[i + blocks])), total_b)
             total_c = simd.fma(simd.to_float(c), simd.mul(scale, simd.splat(steps[j])), total_c)
             total_d = simd.fma(simd.to_float(d), simd.mul(scale, simd.splat(steps[j + blocks])), total_d)
         if _has_offsets(kind):
-            offset = _block_offset(kind, data, at, block)
+            offset = block_offset(kind, data, at, block)
             total_a = simd.fma(offset, simd.splat(lifts[i]), total_a)
             total_b = simd.fma(offset, simd.splat(lifts[i + blocks]), total_b)
             total_c = simd.fma(offset, simd.splat(lifts[j]), total_c)
@@ -437,14 +437,14 @@ def _unpack_group(kind, data, at, n_cols, weights, scales, offsets):
     """A row group with its codes as signed bytes, quad after quad, and scales and offsets as float32."""
     halves = 2 if kind == Q6_K else 1
     for block in range(n_cols // BLOCK):
-        start = _codes_start(kind, at, block)
+        start = codes_start(kind, at, block)
         for quad in range(8):
-            codes = simd.subtract_bytes(_quad_codes(kind, data, start, quad), _zero_point(kind))
+            codes = simd.subtract_bytes(quad_codes(kind, data, start, quad), zero_point(kind))
             simd.store_i32(weights, block * 512 + quad * 64, codes)
         for half in range(halves):
-            simd.store(scales, (block * halves + half) * ROWS, _block_scale(kind, data, at, block, half))
+            simd.store(scales, (block * halves + half) * ROWS, block_scale(kind, data, at, block, half))
         if _has_offsets(kind):
-            simd.store(offsets, block * ROWS, _block_offset(kind, data, at, block))
+            simd.store(offsets, block * ROWS, block_offset(kind, data, at, block))
 
 
 @njit(forceinline=True)

@@ -20,6 +20,7 @@ import experthost
 import kernels_cpu
 from cudapacks import Pack, matrix_bytes, multiply_tiles, room_for, seen_as, tile_rows, to_device
 from kernels_cpu import ROWS
+from team import Team
 
 MARGIN_BYTES = 1 << 30  # left free beside weights and cells: a chunk's activations take some 300 MiB, the context more
 PERIOD_TOKENS = 32  # between two looks at what was used
@@ -128,7 +129,7 @@ class ExpertLayer:
         self.rank = np.argsort(ranking)  # place of each expert in the order that was given
         self.uses = np.zeros(n_experts)  # rows, decayed each period
         self.packs: tuple = ()
-        self.team: experthost.Team | None = None
+        self.team: Team | None = None
         self.n_used = self.n_found = self.n_copied = 0
 
     def fill(self) -> None:
@@ -283,7 +284,7 @@ def _slots(sizes: list[int], n_experts: int, room: float, lent_bytes: int) -> li
 
 def _share_out(cache: ExpertCache, parts: list, lent_bytes: int, n_threads: int) -> None:
     """Give each layer its packs with empty slots, and the memory and threads that all have in common."""
-    lent, team = cuda.device_array(lent_bytes, np.uint8), experthost.new_team(n_threads)
+    lent, team = cuda.device_array(lent_bytes, np.uint8), Team(n_threads)
     weakref.finalize(cache, team.close)
     for layer, part in zip(cache.layers, parts, strict=True):
         layer.team, n_slots = team, int((layer.slot_of >= 0).sum())

@@ -10,9 +10,9 @@ import numpy as np
 from numba import carray
 
 import simd
-from cpupacks import JOB_WORK, decode_floats
+from cpupacks import JOB_WORK, block_offset, block_scale, codes_start, decode_floats, quad_codes, zero_point
 from jit import njit
-from packing import BLOCK, BLOCK_BYTES, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
+from packing import BLOCK, BLOCK_BYTES, Q4_1, Q4_K, Q5_K, Q8_0, ROWS
 from team import ARGUMENTS, Job, Team, awake, control_array, pointer_to, put, run_jobs
 
 TILE = 8  # rows of x that share one decoding of a weight
@@ -22,67 +22,36 @@ _BYTES = np.array([BLOCK_BYTES[kind] for kind in range(len(BLOCK_BYTES))], np.in
 
 
 # --- weights ------------------------------------------------------------------------------------------------------
-# kernels_cpu.py decodes the same packs, but for the sign of some zeros, which its own sums do not keep either.
+# cpupacks.py decodes the same packs, but for the sign of some zeros, which its own sums do not keep either.
 
 
 @njit
-def _scale(kind, data, at, block, half):
-    """(scale, offset) of 16 columns of sixteen rows: a weight is code * scale + offset. Not for kinds of floats."""
-    d, zero = simd.load_f16(data, at), simd.splat(np.float32(0))
-    sub = block & 7
-    if kind == Q8_0:
-        return d, zero
-    if kind == Q4_0:
-        return d, simd.mul(d, simd.splat(np.float32(-8)))
+def _offset(kind, data, at, block, scale):
+    """What is added to code * scale: of a kind with signed codes its zero point's share."""
     if kind == Q4_1:
-        return d, simd.load_f16(data, at + 32)
-    if kind == Q6_K:
-        scale = simd.mul(d, simd.load_i8(data, at + 32 + sub * 32 + half * ROWS))
-        return scale, simd.mul(scale, simd.splat(np.float32(-32)))
-    scale = simd.mul(d, simd.load_u8(data, at + 64 + sub * ROWS))
-    lowest = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + sub * ROWS))
-    return scale, simd.sub(simd.splat(np.float32(-0.0)), lowest)
-
-
-@njit
-def _codes(kind, data, at, block, quad):
-    """Four columns of sixteen rows, a byte each (of Q8_0 signed, of the others at most 63)."""
-    sub = block & 7
+        return block_offset(kind, data, at, block)
+    if kind in (Q4_K, Q5_K):
+        at += (block >> 3) * _BYTES[kind]
+        lowest = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + (block & 7) * ROWS))
+        return simd.sub(simd.splat(np.float32(-0.0)), lowest)
     if kind == Q8_0:
-        return simd.load_i32(data, at + 32 + quad * 64)
-    if kind == Q4_0:
-        at += 32
-    elif kind == Q4_1:
-        at += 64
-    elif kind == Q4_K:
-        at += 320 + sub * 256
-    elif kind == Q5_K:
-        at += 320 + sub * 320
-    else:
-        at += 288 + sub * 384
-    both = simd.load_i32(data, at + (quad & 3) * 64)
-    low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
-    if kind == Q5_K:
-        bit = simd.bits(simd.load_i32(data, at + 256), np.int32(quad), np.int32(0x01010101))
-        return simd.either(low, simd.shift_left(bit, np.int32(4)))
-    if kind == Q6_K:
-        plane = simd.load_i32(data, at + 256 + (quad >> 2) * 64)
-        top = simd.bits(plane, np.int32(2 * (quad & 3)), np.int32(0x03030303))
-        return simd.either(low, simd.shift_left(top, np.int32(4)))
-    return low
+        return simd.splat(np.float32(0))
+    return simd.mul(scale, simd.splat(np.float32(-zero_point(kind))))
 
 
 @njit
 def _decode(kind, data, at, block, out):
     """Column block `block` (32 columns x 16 rows) of the row group at byte `at`, column by column into `out`."""
-    at += (block >> 3 if kind >= Q4_K else block) * _BYTES[kind]
     if kind < Q8_0:
-        decode_floats(kind, data, at, out)
+        decode_floats(kind, data, at + block * _BYTES[kind], out)
         return
+    start = codes_start(kind, at, block)
     for half in range(2):
-        scale, offset = _scale(kind, data, at, block, half)
+        scale = block_scale(kind, data, at, block, half)
+        offset = _offset(kind, data, at, block, scale)
         for quad in range(4 * half, 4 * half + 4):
-            codes = _codes(kind, data, at, block, quad)
+            # Q8_0's codes are signed as they stand; those of the others are at most 63.
+            codes = simd.load_i32(data, start + quad * 64) if kind == Q8_0 else quad_codes(kind, data, start, quad)
             for j in range(4):
                 value = simd.fma(simd.signed_byte(codes, np.int32(j)), scale, offset)
                 simd.store(out, (4 * quad + j) * ROWS, value)
@@ -174,11 +143,6 @@ def _job(control, job):
 # --- the team -----------------------------------------------------------------------------------------------------
 
 _JOB = Job(_job)
-
-
-def new_team(n_threads: int) -> Team:
-    """The caller and n_threads - 1 helpers for `multiply`; to be closed."""
-    return Team(n_threads)
 
 
 def multiply(team: Team, weights, x: np.ndarray, active: np.ndarray, slices: int, out: np.ndarray) -> None:

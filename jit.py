@@ -15,6 +15,8 @@ KERNEL_SOURCES = (
     "fingerprint.py", "bytecopy.py",
 )  # fmt: skip
 
+TEMPORARY_PREFIX = "strata-numba-"  # of a cache folder that goes with its process
+
 
 def _cache_dir() -> pathlib.Path:
     """A writable folder named by the kernel sources; Numba raises at import where it finds none."""
@@ -31,7 +33,7 @@ def _cache_dir() -> pathlib.Path:
             return folder
     except OSError:
         # A read-only home compiles anew in each process, in a folder that goes with it.
-        return pathlib.Path(tempfile.mkdtemp(prefix="strata-numba-"))
+        return pathlib.Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(_cache_dir()))

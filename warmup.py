@@ -18,8 +18,6 @@ import jit
 from engine import Engine, EngineOptions, GenRequest, Session
 from sessionfile import SessionError
 
-TEMPORARY_PREFIX = "strata-numba-"  # of the folder that jit.py falls back on, which no other process will look into
-
 
 class CacheError(Exception):
     """Kernels that are compiled now would be lost with this process; one line."""
@@ -39,7 +37,7 @@ def fill_cache(model: str, log: Callable[[str], None], compiled: Callable[[int],
     Raises CacheError, where it can before anything is compiled, or engine.ModelError.
     """
     folder = jit.numba.config.CACHE_DIR
-    if os.path.basename(folder).startswith(TEMPORARY_PREFIX):
+    if os.path.basename(folder).startswith(jit.TEMPORARY_PREFIX):
         raise CacheError("no folder for compiled kernels can be written: set XDG_CACHE_HOME to one that can")
     started, counter = time.perf_counter(), _Counter(compiled)
     with event.install_listener("numba:compile", counter):

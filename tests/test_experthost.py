@@ -16,13 +16,14 @@ import cuda_cases
 
 import experthost
 import kernels_cpu
+from team import Team
 
 ROWS, COUNTS = 37, [3, 0, 1, 21, 0]  # rows of a matrix, and of x for each expert
 
 
 @pytest.fixture(params=[1, 3])
 def team(request):
-    team = experthost.new_team(request.param)
+    team = Team(request.param)
     yield team
     team.close()
 
@@ -66,7 +67,7 @@ def test_each_expert_multiplies_its_rows(kind, slices, team, monkeypatch):
 
 
 def test_the_number_of_slices_decides_the_order_of_a_sum():
-    team, pack = experthost.new_team(1), pack_of("F32", 512)
+    team, pack = Team(1), pack_of("F32", 512)
     x = cuda_cases.normal(np.random.default_rng(6), 1, 512)
     results = []
     for slices in (1, 8):
