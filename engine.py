@@ -22,32 +22,21 @@ import sessionstate
 from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
+from generation import MARGIN, FatalError, Generation, GenRequest, RequestError
 from gguffile import GgufError, embedded_model
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
 from promptcache import Checkpoints, ParkingLot, is_prefix
-from sampling import SamplingOptions, choose
 from sessionfile import Identity, SessionError, SessionReader, save_peak_bytes, write_session
 from weights import PAIRED_ROPE, ModelError, load_model
 
 VERSION = "0.1.0"  # part of every saved file's identity: another version may compute other bits
 DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at start
-CHUNK = 512  # prompt tokens read between two looks at STOP
-MARGIN = 8  # cells kept free behind a request: the longest window of speculative decoding
-DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
 LAST_STAMP = 2**64 - 1  # a file has room for no greater one, and may have come with it
 SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
 MIB = 1 << 20
 LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
-
-
-class RequestError(Exception):
-    """A request that is refused; nothing has changed."""
-
-
-class FatalError(Exception):
-    """A restore that failed after a pool was written, or a device that failed in a request; the process must end."""
 
 
 @dataclass(frozen=True)
@@ -73,55 +62,6 @@ class EngineOptions:
     activations: str = "int8"
     expert_cache_mib: int = 0
     expert_profile_save: str | None = None
-
-
-class GenRequest(NamedTuple):
-    """One generation: prompt int32 [T], the most tokens to emit, and what ends or steers it."""
-
-    prompt: np.ndarray
-    max_new: int
-    sampling: SamplingOptions = SamplingOptions()
-    stop: frozenset[int] = frozenset()
-    checkpoint: bool = True  # False: nothing of this request is kept
-
-
-class Resume(NamedTuple):
-    n_reused: int
-
-
-class PromptProgress(NamedTuple):
-    position: int
-    n_prompt: int
-    ms: float
-    tokens_per_s: float
-
-
-class Reused(NamedTuple):
-    n: int
-
-
-class Token(NamedTuple):
-    id: int
-
-
-class Done(NamedTuple):
-    """The result line of a request, fields in the order of the protocol."""
-
-    generated: int
-    n_prompt: int
-    prompt_ms: float
-    decode_ms: float
-    finish: str  # stop, length or cancel
-    drafts_accepted: int
-    drafts_offered: int
-    reused: int
-    cache_hits: int
-    cache_lookups: int
-    ram_blobs: int
-    file_blobs: int
-    file_mb: float
-    n_prompt_read: int
-    experts_over_pcie: int
 
 
 class Outcome(NamedTuple):
@@ -415,7 +355,7 @@ class Session:
                 f"{n_prompt} prompt tokens + {request.max_new} new ones + {MARGIN} do not fit"
                 f" the context of {engine.max_context}"
             )
-        return _Generation(self, request, stopped).events()
+        return Generation(self, request, stopped).events()
 
     def tick(self) -> int:
         """The stamp of a new use."""
@@ -568,180 +508,3 @@ class Session:
         self._used = image.live.used
         self._clock = max(self._clock, self._used, *(record.used for record in image.records))
         self._complete = True
-
-
-class _Generation:
-    """One request on its way: prompt, then windows of one token and its drafts."""
-
-    def __init__(self, session: Session, request: GenRequest, stopped: Callable[[], bool]):
-        self.session, self.request, self.stopped = session, request, stopped
-        self.engine, self.model, self.cache = session.engine, session.engine.model, session.cache
-        self.stop_ids = self.engine.end_ids | request.stop
-        seed = request.sampling.seed
-        self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        self.context = np.empty(len(request.prompt) + request.max_new + MARGIN, np.int32)  # prompt, then the answer
-        self.context[: len(request.prompt)] = request.prompt
-        self.n_context = len(request.prompt)
-        self.finish = ""
-        self.residual = None  # [1, C, N] of the prompt's last token, the backend's array
-        self.drafts_accepted = self.drafts_offered = 0
-        self.n_copied = self.engine.n_experts_copied
-
-    @property
-    def n_generated(self) -> int:
-        return self.n_context - len(self.request.prompt)
-
-    def events(self) -> Iterator[NamedTuple]:
-        """The request's events; a generator that is abandoned leaves nothing complete."""
-        try:
-            yield from self._events()
-        except self.engine.operations.DEVICE_ERRORS as error:
-            raise FatalError(f"the device failed in a request: {error}") from error
-
-    def _events(self) -> Iterator[NamedTuple]:
-        """Resume, prompt progress, Reused, tokens, Done."""
-        started = time.perf_counter()
-        n_reused = self.session.resume(self.request.prompt)
-        yield Resume(n_reused)
-        yield from self._read_prompt(started)
-        yield Reused(n_reused)
-        prompt_ms = 1e3 * (time.perf_counter() - started)
-        started = time.perf_counter()
-        n_prompt, n_read, is_read = len(self.request.prompt), self.cache.n_tokens - n_reused, not self.finish
-        if is_read:
-            for token in self._answer():
-                yield Token(token)
-        self.session.finish(complete=is_read and self.request.checkpoint)
-        yield Done(
-            self.n_generated, n_prompt, prompt_ms, 1e3 * (time.perf_counter() - started), self.finish,
-            self.drafts_accepted, self.drafts_offered, n_reused, int(n_reused > 0), 1,
-            len(self.session.parking.entries), 0, 0.0, n_read, self.engine.n_experts_copied - self.n_copied,
-        )  # fmt: skip
-        self.engine.save_expert_profile(at_once=False)
-
-    # --- the prompt
-
-    def _read_prompt(self, started: float) -> Iterator[PromptProgress]:
-        """Read what is not held, chunk by chunk; leaves the residual of the last token for the answer."""
-        prompt, n_prompt = self.request.prompt, len(self.request.prompt)
-        marks = self._checkpoint_marks()
-        resumed = self.cache.n_tokens
-        while self.cache.n_tokens < n_prompt:
-            first = self.cache.n_tokens
-            if self.stopped():
-                # The rest of the prompt may come again: what was read so far is kept as a checkpoint.
-                self._checkpoint(root=False)
-                self.finish = "cancel"
-                return
-            last = min([first + CHUNK, n_prompt, *(mark for mark in marks if mark > first)])
-            residual = self.model.append(self.cache, prompt[first:last]).residual
-            self.engine.tokens_read(last - first)
-            self._fill_draft(residual, prompt[first + 1 : last + 1], first)
-            if last in marks or self._is_periodic(first, last):
-                self._checkpoint(root=marks.get(last, False))
-            seconds = time.perf_counter() - started
-            rate = (last - resumed) / seconds if seconds else 0.0
-            self.residual = residual[-1:]
-            yield PromptProgress(last, n_prompt, 1e3 * seconds, rate)
-
-    def _checkpoint_marks(self) -> dict[int, bool]:
-        """Positions of the prompt at which to take a checkpoint, and whether it is the root.
-
-        The last turn start, so that the next turn can come back before its header (in a prompt without turns the last
-        token, so that the same prompt can); and, when reading from 0, the first turn start behind a long system prompt.
-        """
-        options, start = self.engine.options, self.engine.turn_start_id
-        if not self.request.checkpoint or not options.prompt_cache:
-            return {}
-        turns = np.flatnonzero(self.request.prompt == start) if start is not None else np.empty(0, np.int64)
-        later = turns[turns > 0]
-        marks = {int(later[-1]) if len(later) else len(self.request.prompt) - 1: False}
-        if not self.cache.n_tokens and len(later) and later[0] >= options.prompt_cache_root:
-            marks[int(later[0])] = True
-        return marks
-
-    def _is_periodic(self, first: int, last: int) -> bool:
-        every = self.engine.options.prompt_cache_every
-        return every > 0 and first // every < last // every
-
-    def _checkpoint(self, *, root: bool) -> None:
-        if self.request.checkpoint and self.engine.options.prompt_cache and self.cache.n_tokens:
-            self.session.checkpoints.add(self.cache.capture(), self.session.tick(), root=root)
-
-    def _fill_draft(self, residual, next_ids: np.ndarray, first_cell: int):
-        """Cells of the draft layer for every token whose successor is known; returns their residual."""
-        if self.engine.spec == 1 or not len(next_ids):
-            return None
-        return self.model.draft(self.cache, residual[: len(next_ids)], next_ids, first_cell)
-
-    # --- the answer
-
-    def _answer(self) -> Iterator[int]:
-        """Tokens until one ends the answer or the request; the last one emitted is never consumed."""
-        residual = self.residual
-        if not self.request.max_new:
-            self.finish = "length"
-            return
-        yield from self._emit(self._choices(self.model.logits(residual), []))
-        first_cell = self.cache.n_tokens - 1
-        while not self.finish:
-            if self.stopped():
-                self.finish = "cancel"
-                break
-            pending = self.context[self.n_context - 1 : self.n_context].copy()
-            drafts = self._drafts(residual, first_cell)
-            window = self.model.speculate(self.cache, np.concatenate([pending, drafts]))
-            first_cell = self.cache.n_tokens
-            tokens = self._choices(self.model.logits(window.residual), drafts)
-            self.model.commit(self.cache, window, len(tokens))
-            self.engine.tokens_read(len(tokens))
-            self.drafts_offered += len(drafts)
-            self.drafts_accepted += len(tokens) - 1
-            residual = window.residual[: len(tokens)]
-            yield from self._emit(tokens)
-        self._fill_draft(residual, self._successors(residual), first_cell)
-
-    def _choices(self, logits, drafts) -> list[int]:
-        """The tokens that follow: the choice after each row, as long as the drafts before it were chosen themselves."""
-        tokens: list[int] = []
-        greedy = self.request.sampling.greedy
-        rows = self.model.ops.greedy(logits) if greedy else self.model.ops.to_host(logits)
-        for row in range(len(rows)):
-            at = self.n_context + row
-            sampling = self.request.sampling
-            token = int(rows[row]) if greedy else choose(rows[row], self.context[:at], sampling, self.seed)
-            self.context[at] = token
-            tokens.append(token)
-            done = token in self.stop_ids or at + 1 - len(self.request.prompt) >= self.request.max_new
-            if done or row >= len(drafts) or token != drafts[row]:
-                return tokens
-        return tokens
-
-    def _emit(self, tokens: list[int]) -> Iterator[int]:
-        for token in tokens:
-            self.n_context += 1
-            if token in self.stop_ids:
-                self.finish = "stop"
-            elif self.n_generated >= self.request.max_new:
-                self.finish = "length"
-            yield token
-
-    def _successors(self, residual) -> np.ndarray:
-        """The tokens emitted after each row of the latest window."""
-        return self.context[self.n_context - residual.shape[0] : self.n_context]
-
-    def _drafts(self, residual, first_cell: int) -> np.ndarray:
-        """Fill the draft layer's cells of the last window, then guess on from the last one, greedily."""
-        drafts: list[int] = []
-        n_wanted = min(self.engine.spec, self.request.max_new - self.n_generated) - 1
-        rows = self._fill_draft(residual, self._successors(residual), first_cell)
-        cell = first_cell + residual.shape[0]
-        while rows is not None and len(drafts) < n_wanted:
-            token, share = self.model.ops.greedy_with_share(self.model.draft_logits(rows[-1:]))
-            if share[0] < DRAFT_FLOOR:
-                break
-            drafts.append(int(token[0]))
-            if len(drafts) < n_wanted:
-                rows = self.model.draft(self.cache, rows[-1:], np.array(drafts[-1:], np.int32), cell)
-                cell += 1
-        return np.array(drafts, np.int32)

@@ -23,20 +23,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engine import (
-    Done,
-    Engine,
-    EngineOptions,
-    FatalError,
-    GenRequest,
-    PromptProgress,
-    RequestError,
-    Resume,
-    Reused,
-    SamplingOptions,
-    Session,
-    Token,
-)
+from engine import Engine, EngineOptions, Session
+from generation import Done, FatalError, GenRequest, PromptProgress, RequestError, Resume, Reused, Token
+from sampling import SamplingOptions
 from sessionfile import SessionError
 from sessionfolder import sweep
 

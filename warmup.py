@@ -15,7 +15,8 @@ import numpy as np
 from numba.core import event
 
 import jit
-from engine import Engine, EngineOptions, GenRequest, Session
+from engine import Engine, EngineOptions, Session
+from generation import GenRequest
 from sessionfile import SessionError
 
 

@@ -22,7 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import numpy as np
 import psutil
 
-from engine import Engine, EngineOptions, GenRequest, RequestError, Session, Token
+from engine import Engine, EngineOptions, Session
+from generation import GenRequest, RequestError, Token
 from sessionfile import SessionError
 
 CONTEXT = 256

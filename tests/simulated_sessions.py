@@ -19,7 +19,8 @@ import engine as engine_module
 import kernels_cpu
 import kernels_cuda
 import kvcache
-from engine import FatalError, ModelError, Session
+from engine import ModelError, Session
+from generation import FatalError
 from sessionfile import SessionError
 from tinyengine import ask, ids, new_engine, next_turn
 

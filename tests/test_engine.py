@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import engine as engine_module
-from engine import MARGIN, Engine, EngineOptions, GenRequest, RequestError, Session, _Generation
+import generation
+from engine import Engine, EngineOptions, Session
+from generation import MARGIN, Generation, GenRequest, RequestError
 from promptcache import is_prefix
 from tinyengine import (
     CONTEXT,
@@ -39,7 +41,7 @@ STEERED = {"temperature": 0.9, "seed": 11, "top_k": 40, "repeat_penalty": 1.2, "
 @pytest.fixture
 def chunks_of(monkeypatch):
     """Sets how many prompt tokens are read between two looks at STOP."""
-    return lambda n: monkeypatch.setattr(engine_module, "CHUNK", n)
+    return lambda n: monkeypatch.setattr(generation, "CHUNK", n)
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def scripted_drafts(monkeypatch):
             guesses[places] = (guesses[places] + 1) % 96
             return guesses
 
-        monkeypatch.setattr(_Generation, "_drafts", drafts)
+        monkeypatch.setattr(Generation, "_drafts", drafts)
 
     return script
 
@@ -155,7 +157,7 @@ def test_guesses_right_and_wrong_by_chance_change_nothing(kv, sampling, scripted
 @pytest.mark.parametrize("sampling", [{}, STEERED], ids=["greedy", "steered"])
 def test_the_draft_layer_changes_nothing(sampling, monkeypatch):
     """The layer's own guesses, all of them offered; and the next turn goes on from them."""
-    monkeypatch.setattr(engine_module, "DRAFT_FLOOR", 0.0)
+    monkeypatch.setattr(generation, "DRAFT_FLOOR", 0.0)
     sessions = [new_session(spec=spec) for spec in (1, 2, 4, 8)]
     first = [ask(session, ids(40), 30, **sampling) for session in sessions]
     prompt = next_turn(ids(40), first[0], 1)
@@ -169,7 +171,7 @@ def test_the_draft_layer_changes_nothing(sampling, monkeypatch):
 
 
 def test_an_improbable_guess_is_not_offered(monkeypatch):
-    monkeypatch.setattr(engine_module, "DRAFT_FLOOR", 1.1)
+    monkeypatch.setattr(generation, "DRAFT_FLOOR", 1.1)
     assert ask(new_session(), ids(40), 20).done.drafts_offered == 0
 
 

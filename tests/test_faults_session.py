@@ -21,8 +21,9 @@ import blockfile
 import kvcache
 import sessionfile
 import sessionstate
-from engine import FatalError, Session
+from engine import Session
 from faultlayer import CODES, KINDS, FaultySystem, count, fails, first, installed, no_memory, nothing, short
+from generation import FatalError
 from sessionfile import SessionError, SessionReader
 from sessionimages import seal
 from sessionlayout import FRAME_BYTES, HEADER, TRAILER

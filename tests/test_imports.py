@@ -45,9 +45,10 @@ ALLOWED = {
     "model": {"weights", "kvcache"},
     "controlvector": {"fingerprint", "gguffile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
-    "engine": {"gguffile", "model", "weights", "controlvector", "backend", "kvcache", "promptcache", "sampling"}
+    "generation": {"sampling"},
+    "engine": {"gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache", "promptcache"}
     | {"sessionstate", "sessionfile", "fingerprint", "expertprofile"},
-    "serveloop": {"engine", "sessionfile", "sessionfolder"},
+    "serveloop": {"engine", "generation", "sampling", "sessionfile", "sessionfolder"},
     "answertext": set(),
     "childproc": set(),
     "webpage": set(),
@@ -57,7 +58,7 @@ ALLOWED = {
     "httpfront": {"chatapi", "childproc", "httpguard", "sessionfolder", "tokenizer", "webpage"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration"},
-    "warmup": {"engine", "jit", "sessionfile"},
+    "warmup": {"engine", "generation", "jit", "sessionfile"},
     "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo", "warmup"},
 }
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-import engine as engine_module
+import generation
 from engine import Session
 from kvcache import FORMATS, Cache, CacheShape, Snapshot
 from promptcache import Checkpoints, ParkingLot, is_prefix
@@ -348,7 +348,7 @@ def next_prompt(chance, texts) -> list[int]:
 @pytest.mark.parametrize(("name", "seed"), [("qwen4exp", 1), ("qwen35", 2), ("llama", 3)])
 def test_random_requests_hold_what_a_plain_account_says(name, seed, tmp_path, monkeypatch):
     """Every answer is that of a session that knows nothing else, bit for bit, whatever served its start."""
-    monkeypatch.setattr(engine_module, "CHUNK", CHUNK)
+    monkeypatch.setattr(generation, "CHUNK", CHUNK)
     session = new_session(
         name,
         prompt_cache=KEPT,

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import serveloop
-from engine import Done, FatalError, PromptProgress, RequestError, Resume, Reused, SamplingOptions, Token
+from generation import Done, FatalError, PromptProgress, RequestError, Resume, Reused, Token
+from sampling import SamplingOptions
 from serveloop import Answers, Commands, LineSplitter, Loop, allowance_s, parse_gen
 from sessionfile import SessionError
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import engine as engine_module
+import generation
 import kvcache
 import sessionstate
-from engine import FatalError, RequestError, Session
+from engine import Session
+from generation import FatalError, RequestError
 from serveloop import Answers, Loop
 from sessionfile import SessionError, inspect_session, read_session, verify_session, write_session
 from sessionimages import seal
@@ -95,7 +97,7 @@ def refused(live):
 
 @pytest.mark.parametrize(("name", "options"), COMBINATIONS, ids=NAMED)
 def test_a_restored_conversation_goes_on_as_if_nothing_had_happened(name, options, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "DRAFT_FLOOR", 0.0)
+    monkeypatch.setattr(generation, "DRAFT_FLOOR", 0.0)
     path = str(tmp_path / "a.bin")
     stayed = new_session(name, **options)
     prompt = talk(stayed)
@@ -323,7 +325,7 @@ def test_a_save_without_a_complete_conversation_is_refused(why, tmp_path):
     elif why == "unkept":
         ask(session, prompt, 4, checkpoint=False)
     elif why == "abandoned":
-        events = session.generate(engine_module.GenRequest(prompt, 4))
+        events = session.generate(generation.GenRequest(prompt, 4))
         next(events)
         events.close()
     elif why == "erased":

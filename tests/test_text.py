@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from engine import Engine, EngineOptions, GenRequest, Session, Token
+from engine import Engine, EngineOptions, Session
+from generation import GenRequest, Token
 from reference import ReferenceModel
 from tokenizer import Tokenizer
 

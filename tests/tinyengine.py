@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine import Done, Engine, EngineOptions, GenRequest, PromptProgress, Resume, Reused, Session, Token
+from engine import Engine, EngineOptions, Session
+from generation import Done, GenRequest, PromptProgress, Resume, Reused, Token
 from sampling import SamplingOptions
 
 MODELS = pathlib.Path(__file__).parent / "data" / "model"
