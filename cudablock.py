@@ -12,6 +12,7 @@ from numba.cuda import libdevice
 
 MAX_THREADS = 256  # room of the shared arrays that hold one value a thread
 EMPTY = np.float32(-3.0e38)  # less than any score or logit
+INFINITE = np.float32(np.inf)
 
 if config.ENABLE_CUDASIM:
 

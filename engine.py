@@ -22,16 +22,28 @@ import sessionstate
 from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
-from generation import MARGIN, FatalError, Generation, GenRequest, RequestError
+from generation import CHUNK, MARGIN, FatalError, Generation, GenRequest, RequestError, Resumed
 from gguffile import GgufError, embedded_model
-from kvcache import FORMATS, Cache, formats_for
+from kvcache import FORMATS, Cache, Snapshot, formats_for
 from model import Model
-from promptcache import Checkpoints, ParkingLot, is_prefix
-from sessionfile import Identity, SessionError, SessionReader, save_peak_bytes, write_session
+from promptcache import (
+    LEAST_BRANCH,
+    NOTHING,
+    Checkpoints,
+    Offer,
+    Parked,
+    ParkingLot,
+    Timeline,
+    best_offer,
+    common_start,
+)
+from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
 from weights import PAIRED_ROPE, ModelError, load_model
 
 VERSION = "0.1.0"  # part of every saved file's identity: another version may compute other bits
 DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at start
+FREE_SHARE = 4  # parked conversations may take this part of the RAM that is free at the start
+LONG_ANSWER = 1024  # tokens of an answer for which RAM is asked ahead; more is rarely written
 LAST_STAMP = 2**64 - 1  # a file has room for no greater one, and may have come with it
 SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
@@ -52,7 +64,7 @@ class EngineOptions:
     prompt_cache: int = 6
     prompt_cache_every: int = 16384
     prompt_cache_root: int = 2048
-    conversation_cache_mib: int = 0
+    conversation_cache_mib: int | None = None
     conversation_cache_slots: int = 4
     conversation_cache_min_free_mib: int = 2560
     session_min_free_mib: int = 4096
@@ -130,8 +142,7 @@ class Engine:
             model = self._known_identity().model
             self.expert_profile = ExpertProfile(options.expert_profile_save, model, len(parts), n_experts, self.log)
         ranking = self.expert_profile.read() if self.expert_profile else None
-        shape = self.config.cache_shape(self.max_context, self.cell_format)
-        reserved = shape.device_bytes(options.kv_resident)
+        reserved = self.cache_bytes(self.max_context)
         try:
             self.experts = self.operations.place_experts(
                 parts, ranking, options.expert_cache_mib * MIB, reserved, self.n_threads, self.log
@@ -142,9 +153,9 @@ class Engine:
             raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
 
     @property
-    def n_experts_copied(self) -> int:
-        """Routed experts brought to the device so far."""
-        return self.experts.n_copied if self.experts else 0
+    def expert_counts(self) -> tuple[int, int, int]:
+        """Uses of experts that were on the device, all uses, and experts brought there so far."""
+        return (self.experts.n_found, self.experts.n_used, self.experts.n_copied) if self.experts else (0, 0, 0)
 
     def tokens_read(self, n: int) -> None:
         """Between two passes: the moment at which experts may change places."""
@@ -168,20 +179,28 @@ class Engine:
             "model": self.config.name,
             "n_vocab": str(self.n_vocab),
             "spec": str(self.spec),
-            "conversation_cache_mib": str(self.options.conversation_cache_mib),
+            "conversation_cache_mib": str(self.options.conversation_cache_mib or 0),
             "model_fp": f"{identity.model:016x}",
             "config_fp": f"{identity.config:016x}",
             "engine": VERSION,
         }
 
-    def new_cache(self) -> Cache:
-        """Pools and running state of a conversation; raises ModelError where the device has no room for them."""
-        shape, n_resident = self.config.cache_shape(self.max_context, self.cell_format), self.options.kv_resident
+    def cache_bytes(self, n_tokens: int) -> int:
+        """Memory that a cache for so many tokens takes."""
+        return self.config.cache_shape(n_tokens, self.cell_format).device_bytes(self.options.kv_resident)
+
+    def new_cache(self, n_tokens: int | None = None) -> Cache:
+        """Pools and running state of a conversation of at most `n_tokens`, by default as long as the context.
+
+        Raises ModelError where the device has no room for them.
+        """
+        n_tokens, n_resident = n_tokens or self.max_context, self.options.kv_resident
+        shape = self.config.cache_shape(n_tokens, self.cell_format)
         try:
             return Cache(shape, self.operations, n_resident)
         except self.operations.DEVICE_ERRORS as error:
             raise ModelError(
-                f"the cells of {self.max_context} tokens do not fit the device ({error}):"
+                f"the cells of {n_tokens} tokens do not fit the device ({error}):"
                 " lower --max-context or keep fewer there with --kv-resident"
                 + (", or lower --expert-cache-mib" if self.options.expert_cache_mib else "")
             ) from error
@@ -283,28 +302,58 @@ def _available_bytes() -> int:
 
 
 class Session:
-    """One conversation: the live one, its checkpoints, and those parked beside it."""
+    """The conversation that is live, those parked beside it, and room for a request that is to leave both alone."""
 
     def __init__(self, engine: Engine):
         options = engine.options
         self.engine = engine
-        self.cache = engine.new_cache()
-        self.checkpoints = Checkpoints(options.prompt_cache)
+        self.live = Timeline(engine.new_cache(), options.prompt_cache)
+        self.beside: Parked | None = None  # the latest conversation, where it ran beside the live one
         self.parking = ParkingLot(
-            options.conversation_cache_mib * MIB if options.prompt_cache else 0,
+            self._parking_mib() * MIB,
             options.conversation_cache_slots,
             options.conversation_cache_min_free_mib * MIB,
             _available_bytes,
         )
-        self._complete = False  # whether the live state is a conversation that may be resumed, saved or parked
         self._clock = 0  # stamp of the latest use
-        self._used = 0  # stamp of the live conversation
+        self._n_latest = 0  # prompt tokens of the latest request, where the live conversation is its own
+        self._shown = np.empty(0, np.int32)  # tokens that the live conversation is to hold again, see `keep`
         self._counters = dict.fromkeys(("requests", "hits", "saves", "restores"), 0)
+
+    def _parking_mib(self) -> int:
+        """RAM for parked conversations: what was asked for, else a quarter of what is free now."""
+        options = self.engine.options
+        if not options.prompt_cache:
+            return 0
+        asked = options.conversation_cache_mib
+        return _available_bytes() // MIB // FREE_SHARE if asked is None else asked
+
+    @property
+    def cache(self) -> Cache:
+        return self.live.cache
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return self.live.checkpoints
+
+    @property
+    def held(self) -> Timeline | Parked | None:
+        """The latest conversation: what SAVE writes."""
+        return self.beside or (self.live if self.live.complete else None)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the complete conversation held, 0 if none is."""
-        return self.cache.n_tokens if self._complete else 0
+        """Tokens of the latest conversation, 0 if none is held."""
+        return self.beside.n_tokens if self.beside else max(self.live.n_tokens, len(self._shown))
+
+    def held_ids(self) -> np.ndarray:
+        """The tokens of the latest conversation, int32."""
+        self.settle()
+        return self.held.ids if self.held else np.empty(0, np.int32)
+
+    def info(self) -> dict[str, str]:
+        """What the serve loop prints before READY, in its order."""
+        return self.engine.info() | {"conversation_cache_mib": str(self.parking.budget_bytes // MIB)}
 
     def warm_up(self) -> None:
         """Run everything that a request runs once, so that no request waits for kernels to be compiled."""
@@ -330,7 +379,7 @@ class Session:
     def stats(self) -> dict:
         """What is held, as plain JSON types."""
         chain = [{"tokens": c.n_tokens, "bytes": c.snapshot.size_bytes, "root": c.root} for c in self.checkpoints.chain]
-        parked = [{"tokens": entry.live.n_tokens, "bytes": entry.size_bytes} for entry in self.parking.entries]
+        parked = [{"tokens": entry.n_tokens, "bytes": entry.size_bytes} for entry in self.parking.entries]
         return {
             "held_tokens": self.n_tokens,
             "max_context": self.engine.max_context,
@@ -362,89 +411,212 @@ class Session:
         self._clock = min(self._clock + 1, LAST_STAMP)
         return self._clock
 
-    def resume(self, prompt: np.ndarray) -> int:
-        """Make the cache hold the longest start of the prompt that anything held offers; returns its tokens."""
+    def resume(self, request: GenRequest) -> Resumed:
+        """Make a timeline hold the longest start of the prompt that anything held offers."""
         self._counters["requests"] += 1
-        n_resumed = self._resume(prompt) if self.engine.options.prompt_cache else self._forget()
-        self._complete = False
-        self._counters["hits"] += n_resumed > 0
-        self.checkpoints.cut(n_resumed)
-        return n_resumed
+        self._shown = self._shown[:0]  # what the live cache holds is whole, and the rest is read with this prompt
+        if not self.engine.options.prompt_cache:
+            self.live.forget()
+            self.cache.steered = request.steered
+            return Resumed(self.live, NOTHING, 0)
+        places = [*([self.beside] if self.beside else []), self.live, *reversed(self.parking.entries)]
+        offer, diverged_at = best_offer(places, request.prompt, request.steered)
+        self._explain(request, offer, diverged_at)
+        if self.beside and request.checkpoint:
+            going_on = offer.parked is self.beside and offer.is_whole
+            if not going_on and not self.parking.park(self.beside):
+                self.engine.log(f"{self.beside.n_tokens} tokens that ran beside the conversation held are given up")
+            self.beside = None
+        timeline, offer, back = self._make_room(request, offer)
+        timeline.take(offer, self.tick() if offer.record else 0)
+        timeline.cache.steered = request.steered
+        self._counters["hits"] += offer.n_tokens > 0
+        return Resumed(timeline, offer, diverged_at, back)
 
-    def _resume(self, prompt: np.ndarray) -> int:
-        if self._complete and is_prefix(self.cache.ids, prompt):
-            live, checkpoint = self.cache.n_tokens, None
-        else:
-            checkpoint = self.checkpoints.longest_prefix(prompt)
-            live = checkpoint.n_tokens if checkpoint else 0
-        parked = self.parking.best(prompt, live)
-        if parked:
-            return self._unpark(*parked)
-        if self._complete and self.cache.n_tokens != live:
-            self.parking.park(self.cache, self.checkpoints, self._used)
-        if checkpoint:
-            checkpoint.used = self.tick()
-            self.cache.rewind(checkpoint.snapshot)
-        elif not live:
-            self._forget()
-        return live
+    def _make_room(self, request: GenRequest, offer: Offer) -> tuple[Timeline, Offer, Snapshot | None]:
+        """Where the request is to be read, what it can take there, and the state to go back to behind it.
 
-    def _unpark(self, entry, record) -> int:
-        self.parking.remove(entry)
-        if self._complete:
-            self.parking.park(self.cache, self.checkpoints, self._used)
-        entry.unpark(self.cache)
-        self.checkpoints.chain = list(entry.checkpoints)
-        self.cache.rewind(record.snapshot)
-        record.used = self.tick()
-        return record.n_tokens
+        What the live conversation would lose is parked first. Where it cannot be, a request that is cheaper to read
+        than that runs beside it, and so does one of which nothing is to be kept.
+        """
+        live, kept = self.live, request.checkpoint
+        loss = live.n_tokens - (0 if offer.parked else offer.n_tokens)
+        if kept and offer.parked in self.parking.entries and offer.is_whole:
+            self.parking.remove(offer.parked)
+        if not loss:
+            return live, offer, self.cache.capture() if live.complete and not kept else None
+        beside = None if kept else self._beside(request)
+        if beside is None:
+            if (kept and loss <= LEAST_BRANCH * live.n_tokens) or self.parking.park(live):
+                return live, offer, None
+            beside = self._beside(request) if kept and len(request.prompt) < loss else None
+        if beside is None:
+            self.engine.log(f"{loss} tokens of the conversation held are given up: too little RAM to keep them beside")
+            return live, offer, None
+        return beside, offer if offer.parked else NOTHING, None
 
-    def _forget(self) -> int:
-        self.cache.zero()
-        self.checkpoints.chain = []
-        return 0
+    def _beside(self, request: GenRequest) -> Timeline | None:
+        """Room for one request beside the live conversation; None where there is too little RAM."""
+        n_tokens = len(request.prompt) + request.max_new + MARGIN
+        try:
+            if self._admit(self.engine.cache_bytes(min(n_tokens, len(request.prompt) + LONG_ANSWER))) is None:
+                return Timeline(self.engine.new_cache(n_tokens), self.engine.options.prompt_cache)
+        except (ModelError, MemoryError) as error:
+            self.engine.log(f"no room for a request beside the conversation held: {error}")
+        return None
 
-    def finish(self, *, complete: bool) -> None:
-        """End a request: what the cache holds is a conversation, or nothing is."""
-        self._complete = complete
-        self._used = self.tick()
+    def _explain(self, request: GenRequest, offer: Offer, diverged_at: int) -> None:
+        """One line about a prompt that leaves what is held; a request that asks for its source says it itself."""
+        prompt, held = request.prompt, self.held
+        if request.source or held is None or offer.n_tokens == held.n_tokens:
+            return
+        line = f"{offer.n_tokens} of {len(prompt)} prompt tokens are reused ({offer.source})"
+        if held.steered != request.steered:
+            self.engine.log(f"{line}: what is held was computed with another setting of cvec")
+            return
+        at = held.common_start(prompt, request.steered)
+        if at < min(len(prompt), held.n_tokens):
+            line += f"; the prompt parts from what was held at token {at}: {prompt[at]} in place of {held.ids[at]}"
+        if offer.n_tokens < min(diverged_at, len(prompt) - 1):
+            line += "; no state was kept closer to there"
+        self.engine.log(line)
+
+    def finish(self, request: GenRequest, resumed: Resumed) -> None:
+        """End a request: what its cache holds is a conversation now, or is forgotten where nothing is to be kept."""
+        timeline = resumed.timeline
+        self._n_latest = len(request.prompt) if request.checkpoint else 0
+        if resumed.back is not None:
+            timeline.cache.rewind(resumed.back)
+        elif not request.checkpoint:
+            timeline.forget()
+        timeline.complete = timeline.cache.n_tokens > 0
+        timeline.used = self.tick()
+        if timeline is not self.live and timeline.complete:
+            self.beside = timeline.copy()
+
+    def forget(self, request: GenRequest, resumed: Resumed) -> None:
+        """Drop what a request that failed has used: its state may be what made it fail."""
+        resumed.timeline.forget()
+        if resumed.offer.parked in self.parking.entries:
+            self.parking.remove(resumed.offer.parked)
+        if resumed.offer.parked is self.beside:
+            self.beside = None
 
     def erase(self) -> int:
-        """Forget the live conversation and its checkpoints; returns how many tokens it had."""
+        """Forget the latest conversation and its checkpoints; returns how many tokens it had."""
         n_tokens = self.n_tokens
-        self._forget()
-        self._complete = False
+        self._shown, self._n_latest = self._shown[:0], 0
+        if self.beside:
+            self.beside = None
+        else:
+            self.live.forget()
         return n_tokens
+
+    def read(self, timeline: Timeline, ids: np.ndarray, last: int):
+        """Append ids[held:last] to a timeline, with the draft layer's cells; returns their residual [T, C, N]."""
+        first = timeline.cache.n_tokens
+        residual = self.engine.model.append(timeline.cache, ids[first:last]).residual
+        self.engine.tokens_read(last - first)
+        self.fill_draft(timeline, residual, ids[first + 1 : last + 1], first)
+        return residual
+
+    def fill_draft(self, timeline: Timeline, residual, next_ids: np.ndarray, first_cell: int):
+        """Cells of the draft layer for every token whose successor is known; returns their residual."""
+        if self.engine.spec == 1 or not len(next_ids):
+            return None
+        return self.engine.model.draft(timeline.cache, residual[: len(next_ids)], next_ids, first_cell)
+
+    def keep(self, n_answer: int) -> None:
+        """Have the latest conversation end behind so many tokens of its answer: no more of it was shown to anybody.
+
+        Cells are cut at once. A folded state goes back to the checkpoint before, and `settle` reads the rest again.
+        """
+        live, n_tokens = self.live, self._n_latest + n_answer
+        if not self._n_latest or self.beside or n_tokens >= live.n_tokens:
+            return  # what ran beside is short, and its checkpoints serve
+        shown = live.cache.ids[:n_tokens].copy()
+        offer = live.offer(np.append(shown, -1), live.cache.steered)
+        if offer.n_tokens:
+            live.take(offer, self.tick() if offer.record else 0)
+            live.complete, self._shown = True, shown
+
+    def settle(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Read again what `keep` left out; between two chunks the cache holds a whole prefix, and it may end there."""
+        while self.cache.n_tokens < len(self._shown) and not interrupted():
+            self.read(self.live, self._shown, min(self.cache.n_tokens + CHUNK, len(self._shown)))
+        if self.cache.n_tokens >= len(self._shown):
+            self._shown = self._shown[:0]
 
     # --- files
 
     def save(self, path: str, *, progress=None, phase=None) -> Outcome:
-        """Write the conversation held to `path`; changes nothing that is held. Raises SessionError."""
+        """Write the latest conversation to `path`; changes nothing that is held. Raises SessionError."""
+        self.settle()
+        return self._write(path, self.held, progress, phase)
+
+    def autosave(self, path: str, *, progress=None, phase=None) -> Outcome:
+        """Write what nobody has chosen: the longest conversation held, where the file's own is a start of it.
+
+        Else the longest that continues the file's goes there and the longest of all beside it. Raises SessionError,
+        with the file as it was, where none continues it.
+        """
+        held = self._all_held()
+        saved = self._saved_ids(path) if held and os.path.lexists(path) else np.empty(0, np.int32)
+        going_on = [one for one in held if common_start(saved, one.ids) == len(saved)]
+        if held and not going_on:
+            text = f"nothing that is held continues the conversation of {len(saved)} tokens there; it is left as it is"
+            raise SessionError("invalid", "not-continued", text)
+        outcome = self._write(path, going_on[0] if going_on else None, progress, phase)
+        if going_on[0] is not held[0]:
+            self._autosave_beside(path, phase)
+        return outcome
+
+    def _autosave_beside(self, path: str, phase) -> None:
+        """The longest conversation, which does not continue the file at `path`, in a file of its own."""
+        beside = f"{path}.new"
+        try:
+            done = self.autosave(beside, phase=phase)
+            self.engine.log(f"{done.n_tokens} tokens of another conversation than that of '{path}' are in '{beside}'")
+        except SessionError as error:
+            self.engine.log(f"a longer conversation does not continue '{path}' and is not saved: '{beside}': {error}")
+
+    def _all_held(self) -> list[Timeline | Parked]:
+        """Every conversation held, the longest first."""
+        self.settle()
+        held = [*([self.live] if self.live.complete else []), *([self.beside] if self.beside else [])]
+        return sorted([*held, *self.parking.entries], key=lambda one: one.n_tokens, reverse=True)
+
+    def _saved_ids(self, path: str) -> np.ndarray:
+        """The tokens of a session file that this engine wrote; raises SessionError for any other."""
+        identity, ids = read_tokens(path, self.engine.max_context)
+        if identity != self.engine.identity():
+            text = "that file is of another model or configuration; it is left as it is"
+            raise SessionError("invalid", "not-continued", text)
+        return ids
+
+    def _write(self, path: str, held: Timeline | Parked | None, progress, phase) -> Outcome:
         started = time.perf_counter()
-        engine, cache = self.engine, self.cache
+        engine, shape = self.engine, self.cache.shape
         if not engine.options.prompt_cache:
             raise SessionError("invalid", "off", "--prompt-cache 0 turns session files off")
-        if not self._complete:
+        if held is None:
             raise SessionError("invalid", "nothing-held", "nothing to save: no complete conversation is held")
         identity = engine.identity(phase)
-        checkpoint = self.checkpoints.deepest()
-        state_bytes = sum(cache.shape.state_sizes)
-        windows = cache.windows(cache.n_tokens)
-        need_bytes = save_peak_bytes(
-            checkpoint.snapshot.size_bytes if checkpoint else 0, state_bytes, cache.n_tokens, 0, len(windows)
-        )
-        refusal = self._admit(need_bytes)
+        checkpoint, state_bytes = held.checkpoints.deepest(), sum(shape.state_sizes)
+        sources = sessionstate.sources_of(held, self.cache)
+        checkpoint_bytes = checkpoint.snapshot.size_bytes if checkpoint else 0
+        refusal = self._admit(save_peak_bytes(checkpoint_bytes, state_bytes, held.n_tokens, 0, len(sources)))
         if refusal:
             raise SessionError("memory", "admit", refusal)
         if phase:
             phase("capture", state_bytes)
-        image = sessionstate.image_of(cache, engine.config.n_layers, bool(engine.cvec_digest), self._used, checkpoint)
+        image = sessionstate.image_of(held, shape, engine.config.n_layers, bool(engine.cvec_digest))
         reserve_bytes = engine.options.session_min_free_mib * MIB
         size_bytes = write_session(
-            path, image, identity, windows, reserve_bytes=reserve_bytes, progress=progress, phase=phase, warn=engine.log
+            path, image, identity, sources, reserve_bytes=reserve_bytes, progress=progress, phase=phase, warn=engine.log
         )
         self._counters["saves"] += 1
-        return Outcome(cache.n_tokens, size_bytes, 1e3 * (time.perf_counter() - started))
+        return Outcome(held.n_tokens, size_bytes, 1e3 * (time.perf_counter() - started))
 
     def _admit(self, need_bytes: int) -> str | None:
         """Why `need_bytes` of RAM cannot be had above the floor, or None."""
@@ -505,6 +677,7 @@ class Session:
         self.checkpoints.chain = []
         for record, sink in zip(image.checkpoints, records[1:], strict=True):
             self.checkpoints.add(sink.snapshot(record.ids), record.used)
-        self._used = image.live.used
-        self._clock = max(self._clock, self._used, *(record.used for record in image.records))
-        self._complete = True
+        self.live.used = image.live.used
+        self._clock = max(self._clock, *(record.used for record in image.records))
+        self.live.complete, self.beside, self._shown, self._n_latest = True, None, self._shown[:0], 0
+        cache.steered = image.cvec or not self.engine.cvec_digest

@@ -12,15 +12,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sampling import SamplingOptions, choose
+from kvcache import Snapshot
+from promptcache import Offer, Timeline
+from sampling import NotFinite, SamplingOptions, choose
 
 CHUNK = 512  # prompt tokens read between two looks at STOP
 MARGIN = 8  # cells kept free behind a request: the longest window of speculative decoding
+NEAR = 32  # tokens: a checkpoint so close behind the tokens reused is not worth its bytes
 DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
 
 
 class RequestError(Exception):
     """A request that is refused; nothing has changed."""
+
+
+class RequestFailed(Exception):
+    """A request that cannot go on; the conversation that it worked on is forgotten, and the process stays."""
 
 
 class FatalError(Exception):
@@ -35,6 +42,8 @@ class GenRequest(NamedTuple):
     sampling: SamplingOptions = SamplingOptions()
     stop: frozenset[int] = frozenset()
     checkpoint: bool = True  # False: nothing of this request is kept
+    steered: bool = True  # whether the control vector is added, where one was loaded
+    source: bool = False  # whether the request asks where its start came from
 
 
 class Resume(NamedTuple):
@@ -50,6 +59,14 @@ class PromptProgress(NamedTuple):
 
 class Reused(NamedTuple):
     n: int
+
+
+class Source(NamedTuple):
+    """Where the reused tokens came from, and how many the prompt has in common with anything held."""
+
+    source: str  # live, checkpoint, parked or none
+    n_tokens: int
+    diverged_at: int
 
 
 class Token(NamedTuple):
@@ -76,12 +93,21 @@ class Done(NamedTuple):
     experts_over_pcie: int
 
 
+class Resumed(NamedTuple):
+    """Where a request is read, what it goes on from, and how far it goes along with anything that was held."""
+
+    timeline: Timeline
+    offer: Offer
+    diverged_at: int
+    back: Snapshot | None = None  # the state to go back to behind a request of which nothing is kept
+
+
 class Generation:
     """One request on its way: prompt, then windows of one token and its drafts."""
 
     def __init__(self, session, request: GenRequest, stopped: Callable[[], bool]):
         self.session, self.request, self.stopped = session, request, stopped
-        self.engine, self.model, self.cache = session.engine, session.engine.model, session.cache
+        self.engine, self.model = session.engine, session.engine.model
         self.stop_ids = self.engine.end_ids | request.stop
         seed = request.sampling.seed
         self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
@@ -91,37 +117,54 @@ class Generation:
         self.finish = ""
         self.residual = None  # [1, C, N] of the prompt's last token, the backend's array
         self.drafts_accepted = self.drafts_offered = 0
-        self.n_copied = self.engine.n_experts_copied
+        self.experts = self.engine.expert_counts
 
     @property
     def n_generated(self) -> int:
         return self.n_context - len(self.request.prompt)
 
     def events(self) -> Iterator[NamedTuple]:
-        """The request's events; a generator that is abandoned leaves nothing complete."""
+        """Resume, prompt progress, Reused (and Source), tokens (then Held), Done.
+
+        Raises RequestFailed where the model gave nothing to choose from, and FatalError where a device failed.
+        """
+        started = time.perf_counter()
         try:
-            yield from self._events()
+            self.resumed = self.session.resume(self.request)
+            self.cache, self.n_reused = self.resumed.timeline.cache, self.resumed.offer.n_tokens
+            try:
+                yield from self._events(started)
+            except GeneratorExit:
+                self.session.finish(self.request, self.resumed)  # whoever asked has gone: what was read is whole
+                raise
+        except NotFinite as error:
+            self.session.forget(self.resumed)
+            raise RequestFailed(f"{error}; {self._who_is_to_blame()}") from error
         except self.engine.operations.DEVICE_ERRORS as error:
             raise FatalError(f"the device failed in a request: {error}") from error
 
-    def _events(self) -> Iterator[NamedTuple]:
-        """Resume, prompt progress, Reused, tokens, Done."""
-        started = time.perf_counter()
-        n_reused = self.session.resume(self.request.prompt)
-        yield Resume(n_reused)
+    def _who_is_to_blame(self) -> str:
+        if self.n_reused:
+            return f"the {self.n_reused} tokens that were held may be damaged and are dropped: send the request again"
+        return "the model's weights may be damaged"
+
+    def _events(self, started: float) -> Iterator[NamedTuple]:
+        yield Resume(self.n_reused)
         yield from self._read_prompt(started)
-        yield Reused(n_reused)
+        yield Reused(self.n_reused)
+        if self.request.source:
+            yield Source(self.resumed.offer.source, self.n_reused, self.resumed.diverged_at)
         prompt_ms = 1e3 * (time.perf_counter() - started)
         started = time.perf_counter()
-        n_prompt, n_read, is_read = len(self.request.prompt), self.cache.n_tokens - n_reused, not self.finish
-        if is_read:
+        n_prompt, n_read = len(self.request.prompt), self.cache.n_tokens - self.n_reused
+        if not self.finish:
             for token in self._answer():
                 yield Token(token)
-        self.session.finish(complete=is_read and self.request.checkpoint)
+        self.session.finish(self.request, self.resumed)
+        hits, lookups, copied = (now - then for now, then in zip(self.engine.expert_counts, self.experts, strict=True))
         yield Done(
             self.n_generated, n_prompt, prompt_ms, 1e3 * (time.perf_counter() - started), self.finish,
-            self.drafts_accepted, self.drafts_offered, n_reused, int(n_reused > 0), 1,
-            len(self.session.parking.entries), 0, 0.0, n_read, self.engine.n_experts_copied - self.n_copied,
+            self.drafts_accepted, self.drafts_offered, self.n_reused, hits, lookups, 0, 0, 0.0, n_read, copied,
         )  # fmt: skip
         self.engine.save_expert_profile(at_once=False)
 
@@ -140,9 +183,7 @@ class Generation:
                 self.finish = "cancel"
                 return
             last = min([first + CHUNK, n_prompt, *(mark for mark in marks if mark > first)])
-            residual = self.model.append(self.cache, prompt[first:last]).residual
-            self.engine.tokens_read(last - first)
-            self._fill_draft(residual, prompt[first + 1 : last + 1], first)
+            residual = self.session.read(self.resumed.timeline, prompt, last)
             if last in marks or self._is_periodic(first, last):
                 self._checkpoint(root=marks.get(last, False))
             seconds = time.perf_counter() - started
@@ -151,19 +192,22 @@ class Generation:
             yield PromptProgress(last, n_prompt, 1e3 * seconds, rate)
 
     def _checkpoint_marks(self) -> dict[int, bool]:
-        """Positions of the prompt at which to take a checkpoint, and whether it is the root.
+        """Positions of the prompt at which to take a checkpoint, and whether it is the root: where prompts part.
 
-        The last turn start, so that the next turn can come back before its header (in a prompt without turns the last
-        token, so that the same prompt can); and, when reading from 0, the first turn start behind a long system prompt.
+        That is at the last turn start, so that another answer or the next turn can come back before its header, and at
+        the one before, for another message in place of this one (in a prompt without turns at the last token, so that
+        the same prompt can); where this one left what was held; and, when reading from 0, behind the system prompt.
         """
-        options, start = self.engine.options, self.engine.turn_start_id
+        options, start, prompt = self.engine.options, self.engine.turn_start_id, self.request.prompt
         if not self.request.checkpoint or not options.prompt_cache:
             return {}
-        turns = np.flatnonzero(self.request.prompt == start) if start is not None else np.empty(0, np.int64)
-        later = turns[turns > 0]
-        marks = {int(later[-1]) if len(later) else len(self.request.prompt) - 1: False}
-        if not self.cache.n_tokens and len(later) and later[0] >= options.prompt_cache_root:
-            marks[int(later[0])] = True
+        turns = np.flatnonzero(prompt == start) if start is not None else np.empty(0, np.int64)
+        later = [int(turn) for turn in turns if turn > 0]
+        marks = dict.fromkeys(later[-2:] or [len(prompt) - 1], False)
+        if self.n_reused + NEAR < self.resumed.diverged_at < len(prompt):
+            marks[self.resumed.diverged_at] = False
+        if not self.n_reused and later:
+            marks[later[0]] = later[0] >= options.prompt_cache_root
         return marks
 
     def _is_periodic(self, first: int, last: int) -> bool:
@@ -172,13 +216,10 @@ class Generation:
 
     def _checkpoint(self, *, root: bool) -> None:
         if self.request.checkpoint and self.engine.options.prompt_cache and self.cache.n_tokens:
-            self.session.checkpoints.add(self.cache.capture(), self.session.tick(), root=root)
+            self.resumed.timeline.checkpoints.add(self.cache.capture(), self.session.tick(), root=root)
 
     def _fill_draft(self, residual, next_ids: np.ndarray, first_cell: int):
-        """Cells of the draft layer for every token whose successor is known; returns their residual."""
-        if self.engine.spec == 1 or not len(next_ids):
-            return None
-        return self.model.draft(self.cache, residual[: len(next_ids)], next_ids, first_cell)
+        return self.session.fill_draft(self.resumed.timeline, residual, next_ids, first_cell)
 
     # --- the answer
 
@@ -216,6 +257,8 @@ class Generation:
             at = self.n_context + row
             sampling = self.request.sampling
             token = int(rows[row]) if greedy else choose(rows[row], self.context[:at], sampling, self.seed)
+            if token < 0:
+                raise NotFinite
             self.context[at] = token
             tokens.append(token)
             done = token in self.stop_ids or at + 1 - len(self.request.prompt) >= self.request.max_new
@@ -244,7 +287,7 @@ class Generation:
         cell = first_cell + residual.shape[0]
         while rows is not None and len(drafts) < n_wanted:
             token, share = self.model.ops.greedy_with_share(self.model.draft_logits(rows[-1:]))
-            if share[0] < DRAFT_FLOOR:
+            if token[0] < 0 or not share[0] >= DRAFT_FLOOR:  # nor where it is not a number
                 break
             drafts.append(int(token[0]))
             if len(drafts) < n_wanted:

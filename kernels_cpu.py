@@ -655,14 +655,18 @@ def push_rows(history, rows):
 
 
 def greedy(logits):
-    """The index of each row's largest value, the lowest of equals, as NumPy int64 [T]; logits float32 [T, V]."""
-    return logits.argmax(axis=1)
+    """The index of each row's largest value, the lowest of equals, as NumPy int64 [T]; logits float32 [T, V].
+
+    -1 where the largest value is not finite; NaN counts as the largest.
+    """
+    ids = logits.argmax(axis=1)
+    return np.where(np.isfinite(np.take_along_axis(logits, ids[:, None], axis=1)[:, 0]), ids, -1)
 
 
 def greedy_with_share(logits):
-    """`greedy`, and the softmax probability of each choice as NumPy float32 [T]."""
-    ids = logits.argmax(axis=1)
-    share = [1 / np.exp(row - row[token]).sum() for row, token in zip(logits, ids, strict=True)]
+    """`greedy`, and the softmax probability of each choice as NumPy float32 [T], 0 where there is none."""
+    ids = greedy(logits)
+    share = [1 / np.exp(row - row[token]).sum() if token >= 0 else 0 for row, token in zip(logits, ids, strict=True)]
     return ids, np.array(share, np.float32)
 
 

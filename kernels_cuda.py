@@ -24,7 +24,7 @@ from cudaattention import (  # noqa: F401
     pool_keys,
     select_blocks,
 )
-from cudablock import EMPTY, MAX_THREADS, block_sum, inverse_rms, sigmoid
+from cudablock import EMPTY, INFINITE, MAX_THREADS, block_sum, inverse_rms, sigmoid
 from cudapacks import Pack, gather_rows, matmul, pack  # noqa: F401
 from cudapools import (  # noqa: F401
     DEVICE_ERRORS,
@@ -504,11 +504,15 @@ def _block_best(value, index, values, indices):
 
 @cuda.jit(device=True)
 def _row_best(x, t, values, indices):
-    """Largest element of row t and its lowest index, by the whole block."""
-    best, at = EMPTY, np.int32(x.shape[1])
+    """Largest element of row t and its lowest index, by the whole block; NaN counts as infinite, less than EMPTY not.
+
+    The index lies in the row whatever its values are, as callers write there.
+    """
+    best, at = EMPTY, np.int32(0)
     for k in range(cuda.threadIdx.x, x.shape[1], cuda.blockDim.x):
-        if x[t, k] > best:
-            best, at = x[t, k], np.int32(k)
+        value = INFINITE if math.isnan(x[t, k]) else x[t, k]
+        if value > best:
+            best, at = value, np.int32(k)
     return _block_best(best, at, values, indices)
 
 
@@ -685,9 +689,10 @@ def _greedy_kernel(logits, ids, shares, with_share):
                 total += np.float32(math.exp(logits[t, k] - peak))
             total = block_sum(total, values)
         if cuda.threadIdx.x == 0:
-            ids[t] = token
+            found = EMPTY < peak < INFINITE
+            ids[t] = token if found else -1
             if with_share:
-                shares[t] = np.float32(1) / total
+                shares[t] = np.float32(1) / total if found else np.float32(0)
 
 
 def _choose(logits, with_share):
@@ -698,11 +703,14 @@ def _choose(logits, with_share):
 
 
 def greedy(logits):
-    """The index of each row's largest value, the lowest of equals, as NumPy int64 [T]; logits float32 [T, V]."""
+    """The index of each row's largest value, the lowest of equals, as NumPy int64 [T]; logits float32 [T, V].
+
+    -1 where the largest value is not finite; NaN counts as the largest.
+    """
     return _choose(logits, False)[0].copy_to_host()
 
 
 def greedy_with_share(logits):
-    """`greedy`, and the softmax probability of each choice as NumPy float32 [T]."""
+    """`greedy`, and the softmax probability of each choice as NumPy float32 [T], 0 where there is none."""
     ids, shares = _choose(logits, True)
     return ids.copy_to_host(), shares.copy_to_host()

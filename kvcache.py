@@ -103,6 +103,11 @@ class CacheShape(NamedTuple):
             4 * indexed,
         )
 
+    @property
+    def folds_nothing(self) -> bool:
+        """Whether cells are all there is, so that a conversation may be cut behind any of its tokens."""
+        return not any(self.state_sizes)
+
     def device_bytes(self, n_resident: int = 0) -> int:
         """Bytes that a `Cache` of this shape takes where it computes; `n_resident` is that of the cache."""
 
@@ -187,6 +192,16 @@ class Snapshot(NamedTuple):
     def size_bytes(self) -> int:
         return sum(array.nbytes for array in self)
 
+    @property
+    def folds_nothing(self) -> bool:
+        """Whether there is no state beside the tokens, so that every start of them is a snapshot too."""
+        return not any(array.nbytes for array in self[1:])
+
+    def start(self, n_tokens: int) -> "Snapshot":
+        """The snapshot of the first `n_tokens`; where state is folded, there is no other than the whole."""
+        assert self.folds_nothing or n_tokens == self.n_tokens, "a folded state cannot be cut"
+        return self._replace(ids=self.ids[:n_tokens])
+
 
 class RunningState:
     """The arrays that every token changes; flat, so that a capture is one copy each."""
@@ -244,7 +259,10 @@ class RunningState:
 
 
 class Cache:
-    """One timeline: pools, running state and the tokens they hold."""
+    """One timeline: pools, running state and the tokens they hold.
+
+    `steered` says whether the control vector enters the passes over it.
+    """
 
     def __init__(self, shape: CacheShape, ops=kernels_cpu, n_resident: int = 0):
         """`ops` is the backend whose arrays hold it all; of each layer it keeps n_resident cells at hand, 0: all."""
@@ -258,6 +276,7 @@ class Cache:
         self.state = RunningState(shape, ops)
         self._ids = np.empty(shape.n_cells, np.int32)
         self._n_tokens = 0
+        self.steered = True
 
     @property
     def n_tokens(self) -> int:

@@ -155,7 +155,7 @@ class Model:
             self._write(layer.before_mixer, residual, inject, mixed)
             x, inject = self._read(layer.before_ffn, residual)
             self._write(layer.before_ffn, residual, inject, self._feed_forward(layer.ffn, x))
-            if self.directions is not None:
+            if self.directions is not None and cache.steered:
                 self.ops.add_to_streams(residual, self.directions[number : number + 1])
         window.residual = residual
 

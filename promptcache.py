@@ -1,21 +1,33 @@
-"""Which held prefix serves a new prompt: checkpoints of the live conversation, and conversations parked in RAM.
+"""Which held prefix serves a new prompt: the live conversation, its checkpoints, and conversations parked in RAM.
 
 It owns retention and choice; it knows no file, no model and no clock (the caller stamps uses). Invariant: every
 checkpoint here is a prefix of the tokens whose cells its owner still holds. Read next: engine.py, which takes
 checkpoints and resumes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from kvcache import Cache, Snapshot
 
+# A branch that ends in less than this share of a conversation is read again sooner than the whole is copied and kept.
+LEAST_BRANCH = 1 / 32
+
+
+def common_start(ids: np.ndarray, prompt: np.ndarray) -> int:
+    """How many tokens two lists of ids have in common from their start."""
+    n = min(len(ids), len(prompt))
+    differs = ids[:n] != prompt[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
 
 def is_prefix(ids: np.ndarray, prompt: np.ndarray) -> bool:
     """Whether `ids` is an exact start of `prompt`, at most all of it but the last token."""
-    return len(ids) < len(prompt) and np.array_equal(ids, prompt[: len(ids)])
+    return len(ids) < len(prompt) and common_start(ids, prompt) == len(ids)
 
 
 @dataclass(eq=False)
@@ -66,79 +78,215 @@ class Checkpoints:
         self.chain = [c for c in self.chain if c.n_tokens <= n_tokens]
 
 
+class Timeline:
+    """A conversation in a cache, with its checkpoints; `complete`: it may be resumed, saved or parked."""
+
+    def __init__(self, cache: Cache, n_checkpoints: int):
+        self.cache = cache
+        self.checkpoints = Checkpoints(n_checkpoints)
+        self.complete = False
+        self.used = 0  # stamp of the latest use
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the complete conversation held, 0 if none is."""
+        return self.cache.n_tokens if self.complete else 0
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self.cache.ids
+
+    @property
+    def steered(self) -> bool:
+        return self.cache.steered
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that a copy takes."""
+        cells = sum(sum(window.part_sizes) for window in self.cache.windows(self.cache.n_tokens))
+        state = sum(array.nbytes for array in self.cache.state.arrays) + self.cache.ids.nbytes
+        return cells + state + sum(checkpoint.snapshot.size_bytes for checkpoint in self.checkpoints.chain)
+
+    def copy(self) -> "Parked":
+        """The whole conversation in RAM."""
+        checkpoints = Checkpoints(self.checkpoints.limit)
+        checkpoints.chain = list(self.checkpoints.chain)
+        live = Checkpoint(self.cache.capture(), self.used)
+        return Parked(live, checkpoints, _copy_cells(self.cache.windows(self.cache.n_tokens)), self.steered)
+
+    def common_start(self, prompt: np.ndarray, steered: bool) -> int:
+        """How far a prompt goes along with what is held here."""
+        return common_start(self.cache.ids, prompt) if self.complete and self.cache.steered == steered else 0
+
+    def offer(self, prompt: np.ndarray, steered: bool) -> "Offer":
+        """The most of a prompt that can be taken from here."""
+        if self.cache.steered != steered:
+            return NOTHING
+        if self.complete and is_prefix(self.cache.ids, prompt):
+            return Offer("live", self.cache.n_tokens)
+        if self.complete and self.cache.shape.folds_nothing:
+            n_tokens = min(common_start(self.cache.ids, prompt), len(prompt) - 1)
+            return Offer("live", n_tokens) if n_tokens else NOTHING
+        checkpoint = self.checkpoints.longest_prefix(prompt)
+        return Offer("checkpoint", checkpoint.n_tokens, checkpoint) if checkpoint else NOTHING
+
+    def take(self, offer: "Offer", used: int) -> None:
+        """Make the cache hold exactly the start of the prompt that was offered; `used` stamps its record."""
+        if offer.source == "none":
+            self.forget()
+        elif offer.parked:
+            offer.parked.copy_to(self.cache, offer.n_tokens)
+            self.checkpoints.chain = list(offer.parked.checkpoints.chain)
+            self.cache.steered = offer.parked.steered
+        if offer.record:
+            offer.record.used = used
+            self.cache.rewind(offer.record.snapshot.start(offer.n_tokens))
+        elif offer.n_tokens < self.cache.n_tokens:
+            self.cache.rewind(self.cache.capture().start(offer.n_tokens))
+        self.checkpoints.cut(offer.n_tokens)
+        self.complete = False
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.cache.zero()
+        self.checkpoints.chain = []
+        self.complete = False
+
+
 @dataclass(eq=False)
 class Parked:
     """A whole conversation in RAM: its running state, its checkpoints and the bytes of its cells."""
 
     live: Checkpoint
-    checkpoints: list[Checkpoint]
+    checkpoints: Checkpoints
     cells: list[list[np.ndarray]] = field(repr=False)
+    steered: bool = True
+    priority: int = 0  # the entry of least priority goes first
+
+    @property
+    def n_tokens(self) -> int:
+        return self.live.n_tokens
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self.live.snapshot.ids
 
     @property
     def size_bytes(self) -> int:
-        records = [self.live, *self.checkpoints]
+        records = [self.live, *self.checkpoints.chain]
         return sum(r.snapshot.size_bytes for r in records) + sum(part.nbytes for layer in self.cells for part in layer)
 
-    def longest_prefix(self, prompt: np.ndarray) -> Checkpoint | None:
-        """The longest of its states that is an exact start of the prompt."""
-        matching = [r for r in (*self.checkpoints, self.live) if is_prefix(r.snapshot.ids, prompt)]
-        return max(matching, key=lambda record: record.n_tokens, default=None)
+    def offer(self, prompt: np.ndarray, steered: bool) -> "Offer":
+        """The most of a prompt that can be taken from here."""
+        if self.steered != steered:
+            return NOTHING
+        if self.live.snapshot.folds_nothing:
+            n_tokens = min(common_start(self.ids, prompt), len(prompt) - 1)
+            return Offer("parked", n_tokens, self.live, self) if n_tokens else NOTHING
+        matching = [r for r in (*self.checkpoints.chain, self.live) if is_prefix(r.snapshot.ids, prompt)]
+        longest = max(matching, key=lambda record: record.n_tokens, default=None)
+        return Offer("parked", longest.n_tokens, longest, self) if longest else NOTHING
 
-    def unpark(self, cache: Cache) -> None:
-        """Copy the cells back; the caller then rewinds the cache to one of this conversation's states."""
-        for window, parts in zip(cache.windows(self.live.n_tokens), self.cells, strict=True):
-            for part, data in enumerate(parts):
-                window.write(part, 0, data)
+    def common_start(self, prompt: np.ndarray, steered: bool) -> int:
+        """How far a prompt goes along with this conversation."""
+        return common_start(self.ids, prompt) if self.steered == steered else 0
+
+    def copy_to(self, cache: Cache, n_tokens: int) -> None:
+        """Copy the first cells back; the caller then rewinds the cache to a state of so many tokens."""
+        for window, parts in zip(cache.windows(n_tokens), self.cells, strict=True):
+            for part, size_bytes in enumerate(window.part_sizes):
+                window.write(part, 0, parts[part][:size_bytes])
+
+
+class Offer(NamedTuple):
+    """A start of a prompt that is held: where, how many tokens, and the record of its state where one is needed."""
+
+    source: str  # live, checkpoint, parked or none
+    n_tokens: int
+    record: Checkpoint | None = None
+    parked: Parked | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether hardly anything of what is parked is left out; else that is a branch, which stays where it is."""
+        return self.parked.n_tokens - self.n_tokens <= LEAST_BRANCH * self.parked.n_tokens
+
+
+NOTHING = Offer("none", 0)
+
+
+def best_offer(places: Iterable[Timeline | Parked], prompt: np.ndarray, steered: bool) -> tuple[Offer, int]:
+    """The longest offer, that of the first place of equals, and how far the prompt goes along with any of them."""
+    best, diverged_at = NOTHING, 0
+    for place in places:
+        offer = place.offer(prompt, steered)
+        best = offer if offer.n_tokens > best.n_tokens else best
+        diverged_at = max(diverged_at, place.common_start(prompt, steered))
+    return best, diverged_at
 
 
 class ParkingLot:
-    """Parked conversations, oldest out when bytes or places run out.
+    """Parked conversations within a budget of bytes and places.
 
-    `available_bytes` tells the free RAM; `floor_bytes` of it stay free, else nothing is parked.
+    Where room is wanted, the entry goes whose loss costs least: tokens that nothing else holds, with an allowance for
+    those that came late (GreedyDual: Cao and Irani, 1997). But none goes for a newcomer whose own loss would cost less:
+    a title request must not cost a long chat its place. `available_bytes` tells the free RAM; `floor_bytes` of it stay
+    free, else nothing is parked.
     """
 
     def __init__(self, budget_bytes: int, n_slots: int, floor_bytes: int, available_bytes: Callable[[], int]):
         self.budget_bytes, self.n_slots, self.floor_bytes = budget_bytes, n_slots, floor_bytes
         self._available_bytes = available_bytes
+        self._level = 0  # priority of the entry that went last
         self.entries: list[Parked] = []  # oldest first
 
     @property
     def size_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.entries)
 
-    def park(self, cache: Cache, checkpoints: Checkpoints, used: int) -> bool:
-        """Copy the whole live state to RAM; False where it does not fit, and then nothing was given up for it."""
-        windows = cache.windows(cache.n_tokens)
-        size_bytes = sum(sum(window.part_sizes) for window in windows) + sum(a.nbytes for a in cache.state.arrays)
-        size_bytes += sum(checkpoint.snapshot.size_bytes for checkpoint in checkpoints.chain) + cache.ids.nbytes
+    def park(self, held: Timeline | Parked) -> bool:
+        """Take in a whole conversation; False where it does not fit, and then nothing was given up for it."""
+        size_bytes = held.size_bytes
         if size_bytes > self.budget_bytes or not self.n_slots:
             return False
-        kept = [entry for entry in self.entries if not self._superseded(entry, cache.ids)]
-        while kept and (len(kept) >= self.n_slots or sum(e.size_bytes for e in kept) + size_bytes > self.budget_bytes):
-            kept.pop(0)
+        kept = [entry for entry in self.entries if not _superseded(entry, held)]
+        loss, level = _loss(held.ids, [entry.ids for entry in kept]), self._level
+        while len(kept) >= self.n_slots or sum(entry.size_bytes for entry in kept) + size_bytes > self.budget_bytes:
+            victim = self._least(kept, held.ids, loss)
+            if victim is None:
+                return False
+            kept.remove(victim)
+            level = max(level, victim.priority)
         freed = self.size_bytes - sum(entry.size_bytes for entry in kept)
-        if self._available_bytes() + freed - size_bytes < self.floor_bytes:
+        copied = 0 if isinstance(held, Parked) else size_bytes
+        if self._available_bytes() + freed - copied < self.floor_bytes:
             return False
-        self.entries = kept
-        self.entries.append(Parked(Checkpoint(cache.capture(), used), list(checkpoints.chain), _copy_cells(windows)))
+        entry = held if isinstance(held, Parked) else held.copy()
+        self._level, entry.priority = level, level + loss
+        self.entries = [*kept, entry]
         return True
 
-    def best(self, prompt: np.ndarray, more_than: int) -> tuple[Parked, Checkpoint] | None:
-        """The parked conversation with the longest matching state of more than `more_than` tokens, newest of equals."""
-        best = None
-        for entry in reversed(self.entries):
-            record = entry.longest_prefix(prompt)
-            if record and record.n_tokens > more_than:
-                best, more_than = (entry, record), record.n_tokens
-        return best
+    @staticmethod
+    def _least(entries: list[Parked], newcomer: np.ndarray, newcomers_loss: int) -> Parked | None:
+        """The entry to give up for a newcomer, the oldest of equals; None where each is worth more."""
+        cheap = []
+        for entry in entries:
+            others = [other.ids for other in entries if other is not entry]
+            if _loss(entry.ids, [newcomer, *others]) <= newcomers_loss:
+                cheap.append(entry)
+        return min(cheap, key=lambda entry: entry.priority, default=None)
 
     def remove(self, entry: Parked) -> None:
         self.entries.remove(entry)
 
-    @staticmethod
-    def _superseded(entry: Parked, ids: np.ndarray) -> bool:
-        held = entry.live.snapshot.ids
-        return len(held) <= len(ids) and np.array_equal(held, ids[: len(held)])
+
+def _superseded(entry: Parked, held: Timeline | Parked) -> bool:
+    return entry.steered == held.steered and common_start(entry.ids, held.ids) == entry.n_tokens
+
+
+def _loss(ids: np.ndarray, others: list[np.ndarray]) -> int:
+    """Tokens that would have to be read again if a conversation went and the others stayed."""
+    return len(ids) - max((common_start(ids, other) for other in others), default=0)
 
 
 def _copy_cells(windows) -> list[list[np.ndarray]]:

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 
+class NotFinite(Exception):
+    """Logits of which the greatest is no number: no token follows from them."""
+
+    def __str__(self) -> str:
+        return "the model's logits are not finite"
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are chosen; temperature 0 takes the most probable one (the lowest id of equals)."""
@@ -36,7 +43,12 @@ class SamplingOptions:
 
 
 def choose(logits: np.ndarray, context: np.ndarray, options: SamplingOptions, seed: int) -> int:
-    """The token that follows `context` (int32, all tokens so far); logits float32 [V] may be mutated."""
+    """The token that follows `context` (int32, all tokens so far); logits float32 [V] may be mutated.
+
+    Raises NotFinite where their greatest value is not a finite number.
+    """
+    if not np.isfinite(logits.max()):
+        raise NotFinite
     if options.penalised and options.repeat_last_n:
         _penalise(logits, context[-options.repeat_last_n :], options)
     if options.temperature <= 0:

@@ -24,7 +24,18 @@ from typing import BinaryIO
 import numpy as np
 
 from engine import Engine, EngineOptions, Session
-from generation import Done, FatalError, GenRequest, PromptProgress, RequestError, Resume, Reused, Token
+from generation import (
+    Done,
+    FatalError,
+    GenRequest,
+    PromptProgress,
+    RequestError,
+    RequestFailed,
+    Resume,
+    Reused,
+    Source,
+    Token,
+)
 from sampling import SamplingOptions
 from sessionfile import SessionError
 from sessionfolder import sweep
@@ -32,15 +43,20 @@ from sessionfolder import sweep
 MAX_LINE_BYTES = 64 << 20  # nine million ids; a longer line is a mistake, and must not cost memory
 MAX_READ_AHEAD_BYTES = 64 << 20  # of commands that wait; beyond it the writer has to wait, and a STOP with it
 COMMAND_BYTES = 256  # a waiting command costs about so much beside its line
+TRANSFERS = (b"SAVE", b"AUTOSAVE", b"RESTORE")  # a refusal of these is SERR, as every failure of theirs
 READ_BYTES = 1 << 16  # what a pipe of Linux holds
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
 MAX_ALLOWANCE_S = 3600
 MIN_ALLOWANCE_S = 60
 
 GEN_FORM = "GEN <max_new>[ key=value]... <ids>"
-EXPECTED = f"expected: {GEN_FORM} | SAVE <path> | RESTORE <path> | ERASE | STOP | STATS | QUIT"
+EXPECTED = (
+    f"expected: {GEN_FORM} | SAVE <path> | AUTOSAVE <path> | RESTORE <path> | ERASE | STOP [<n>] | TOKENS | STATS |"
+    " QUIT"
+)
 TERMINAL_NOTE = (
-    "stdin is a terminal: verbs are read here, one a line (GEN, SAVE, RESTORE, ERASE, STOP, STATS, QUIT);"
+    "stdin is a terminal: verbs are read here, one a line (GEN, SAVE, AUTOSAVE, RESTORE, ERASE, STOP, TOKENS, STATS,"
+    " QUIT);"
     " --http PORT starts the HTTP front"
 )
 
@@ -65,8 +81,8 @@ def serve(
         session = Session(engine)
         session.warm_up()
         try:
-            for key, value in engine.info().items():
-                answers.line(f"INFO {key}={value}")
+            for key, value in session.info().items():
+                answers.line(f"INFO {key}={_word(value)}")
             answers.line(f"READY {engine.max_context} stop")
             if stdin.isatty():
                 log(TERMINAL_NOTE)
@@ -127,15 +143,20 @@ class Loop:
                 try:
                     answer = self._carry_out(command)
                 except RequestError as error:
+                    answer = f"SERR invalid 0 {error}" if command.verb in TRANSFERS else f"ERR {error}"
+                except RequestFailed as error:
                     answer = f"ERR {error}"
                 except Exception as error:  # the state may be wrong, so nothing goes on
                     self._log(traceback.format_exc())
                     reason = error if isinstance(error, FatalError) else f"internal: {type(error).__name__}: {error}"
-                    self._answer(command, f"FATAL {reason}")
+                    word = "ERR" if command.verb == b"GEN" else "FATAL"  # whoever reads an answer knows no FATAL
+                    self._answer(command, f"{word} {reason}")
                     return 1
                 if answer is None:
                     break
-                self._answer(command, answer)
+                if answer:
+                    self._answer(command, answer)
+                self._session.settle(self._commands.has_next)
         if self._answers.closed:
             self._log("stdout was closed by its reader")
         if self._commands.failure is not None:
@@ -148,19 +169,25 @@ class Loop:
         self._answers.line(line)
 
     def _carry_out(self, command: "Command") -> str | None:
-        """The terminal line of one command, or None for QUIT; raises RequestError where it is refused."""
+        """The terminal line of one command, None for QUIT, "" for a STOP; raises RequestError where it is refused."""
         if command.line is None:
             raise RequestError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB and was skipped")
         try:
             command.line.decode()
         except UnicodeDecodeError as error:
             raise RequestError(f"the line is not UTF-8: byte {error.start} of it, {error.reason}") from None
-        verb, space, rest = command.line.partition(b" ")
-        match verb:
+        _, space, rest = command.line.partition(b" ")
+        match command.verb:
             case b"GEN":
                 return self._generate(command, parse_gen(rest))
-            case b"SAVE" | b"RESTORE":
+            case b"SAVE" | b"AUTOSAVE" | b"RESTORE" as verb:
                 return self._transfer(verb.decode(), self._path(verb.decode(), rest, whole=command.ended))
+            case b"STOP" if (n_answer := _stop_count(command.line)) is not None:
+                self._session.keep(n_answer)
+                return ""  # as a STOP in time, it has no line of its own
+            case b"TOKENS" if not space:
+                held = self._session.held_ids()
+                return f"TOKENS {len(held)} {','.join(map(str, held.tolist()))}".rstrip()
             case b"ERASE" if not space:
                 return f"ERASED {self._session.erase()}"
             case b"STATS" if not space:
@@ -189,10 +216,15 @@ class Loop:
             raise
         if done is None:
             raise FatalError("internal: the request ended without a result")
+        self._commands.finish(command)
+        if command.n_kept is not None:
+            self._session.keep(command.n_kept)
+        if request.source:
+            self._answers.line(f"HELD {self._session.n_tokens}")
         return _done_line(done)
 
     def _path(self, verb: str, path: bytes, *, whole: bool) -> str:
-        """The file that a SAVE or RESTORE names; its bytes are kept, whatever the locale's encoding."""
+        """The file that such a verb names; its bytes are kept, whatever the locale's encoding."""
         if not path:
             raise RequestError(f"expected: {verb} <path>")
         if not whole:
@@ -202,10 +234,12 @@ class Loop:
         return os.path.join(self._folder, os.fsdecode(path))
 
     def _transfer(self, verb: str, path: str) -> str:
-        """SAVE or RESTORE; a closed stdout does not stop it, as its progress lines are then dropped."""
-        action, word = (self._session.save, "SAVED") if verb == "SAVE" else (self._session.restore, "RESTORED")
+        """SAVE, AUTOSAVE or RESTORE; a closed stdout does not stop it, as its progress lines are then dropped."""
+        session = self._session
+        actions = {"SAVE": session.save, "AUTOSAVE": session.autosave, "RESTORE": session.restore}
+        word = "RESTORED" if verb == "RESTORE" else "SAVED"
         try:
-            outcome = action(path, progress=self._session_line, phase=self._wait_line)
+            outcome = actions[verb](path, progress=self._session_line, phase=self._wait_line)
         except SessionError as error:
             return f"SERR {error.kind} {int(error.published)} {error}"
         return f"{word} {outcome.n_tokens} {outcome.size_bytes} {outcome.ms:.1f}"
@@ -262,7 +296,12 @@ class Answers:
             self.closed = True
 
 
-def _event_line(event: Resume | PromptProgress | Reused | Token) -> str:
+def _word(text: str) -> str:
+    """A value of an INFO line: without what would end it, or move a terminal's cursor."""
+    return "".join(char if char.isprintable() and not char.isspace() else "_" for char in text)
+
+
+def _event_line(event: Resume | PromptProgress | Reused | Source | Token) -> str:
     """What is written while a request runs; Python's formats write a dot whatever the locale."""
     match event:
         case Token(token):
@@ -273,6 +312,8 @@ def _event_line(event: Resume | PromptProgress | Reused | Token) -> str:
             return f"RESUME {n_reused}"
         case Reused(n_reused):
             return f"REUSED {n_reused}"
+        case Source(source, n_tokens, diverged_at):
+            return f"SOURCE {source} {n_tokens} {diverged_at}"
     raise FatalError(f"internal: unknown event {event!r}")
 
 
@@ -294,6 +335,11 @@ class Command:
     line: bytes | None
     ended: bool = True  # False: stdin ended before the line did
     stopped: bool = False  # a STOP came for it
+    n_kept: int | None = None  # tokens of the answer that the STOP wants kept, None for all
+
+    @property
+    def verb(self) -> bytes:
+        return (self.line or b"").partition(b" ")[0]
 
     @property
     def size_bytes(self) -> int:
@@ -342,7 +388,8 @@ class Commands:
     """The commands of stdin in order, read ahead by a thread, which takes the STOPs out of them.
 
     A STOP belongs to the oldest GEN before it in the input that has no terminal line yet, and to nothing where there is
-    none. So it can never reach a request that was sent after it, whichever thread is ahead.
+    none. So it can never reach a request that was sent after it, whichever thread is ahead. A STOP with a count of
+    tokens that comes too late for that is a command in the line: what the answer was cut to still holds.
     """
 
     def __init__(self, stdin: BinaryIO):
@@ -366,6 +413,10 @@ class Commands:
             self._waiting_bytes -= command.size_bytes
             self._changed.notify()
         return command
+
+    def has_next(self) -> bool:
+        """Whether a command waits, or the end."""
+        return self.ending or not self._ready.empty()
 
     def finish(self, command: Command) -> None:
         """From now on a STOP is for the request after this command."""
@@ -392,15 +443,22 @@ class Commands:
 
     def _take(self, command: Command) -> None:
         with self._changed:
-            if command.line == b"STOP":
+            n_kept = _stop_count(command.line)
+            if command.line == b"STOP" or (n_kept is not None and self._unfinished):
                 if self._unfinished:
-                    self._unfinished[0].stopped = True
+                    self._unfinished[0].stopped, self._unfinished[0].n_kept = True, n_kept
                 return
             self._changed.wait_for(lambda: self._waiting_bytes < MAX_READ_AHEAD_BYTES)
             self._waiting_bytes += command.size_bytes
             if command.line is not None and command.line.startswith(b"GEN "):
                 self._unfinished.append(command)
         self._ready.put(command)
+
+
+def _stop_count(line: bytes | None) -> int | None:
+    """The tokens of the answer that a `STOP <n>` keeps; None for any other line."""
+    match = re.fullmatch(rb"STOP ([0-9]{1,10})", line or b"")
+    return int(match[1]) if match else None
 
 
 # --- The GEN line ---
@@ -414,7 +472,7 @@ def parse_gen(text: bytes) -> GenRequest:
         key, value = match[1].decode(), match[2]
         if key in _KEYS:
             convert, *limits = _KEYS[key]
-            values[key] = convert(key, value, *limits)
+            values[_REFERENCE_KEYS.get(key, key)] = convert(key, value, *limits)
         ids_at = match.end()
     if not max_new or not rest[ids_at:].strip(b" "):
         raise RequestError(f"expected: {GEN_FORM}")
@@ -422,6 +480,8 @@ def parse_gen(text: bytes) -> GenRequest:
         max_new=_whole("max_new", max_new, 0, MAX_INT32),
         stop=frozenset(values.pop("stop", ())),
         checkpoint=bool(values.pop("ckpt", 1)),
+        steered=bool(values.pop("cvec", 1)),
+        source=bool(values.pop("source", 0)),
         sampling=SamplingOptions(**values),
         prompt=_ids("ids", rest[ids_at:]),
     )
@@ -482,5 +542,15 @@ _KEYS = {
     "presence_penalty": (_number, -100.0, 100.0),
     "frequency_penalty": (_number, -100.0, 100.0),
     "ckpt": (_whole, 0, 1),
+    "cvec": (_whole, 0, 1),
+    "source": (_whole, 0, 1),
     "stop": (_stop_ids,),
 }
+# How the reference engine's server spells some of them.
+_REFERENCE_KEYS = {
+    "penalty_repeat": "repeat_penalty",
+    "penalty_freq": "frequency_penalty",
+    "penalty_present": "presence_penalty",
+    "penalty_last_n": "repeat_last_n",
+}
+_KEYS |= {theirs: _KEYS[ours] for theirs, ours in _REFERENCE_KEYS.items()}

@@ -335,6 +335,9 @@ class _Seeker:
         self.offset += size
         return data
 
+    def fill(self, out: np.ndarray) -> None:
+        out[:] = np.frombuffer(self.take(out.size), np.uint8)
+
     def skip(self, size: int) -> None:
         self.offset += size
 
@@ -615,6 +618,17 @@ def peek_session(path: str) -> Peek:
         n_tokens = Structure(source, LOOK_LIMITS, Keep.LAYOUT).count("token ids of live", 4, OPEN)
         identity = Identity(header.model, header.config)
         return Peek(os.path.basename(path), reader.size_bytes, reader.modified_s, n_tokens, identity)
+
+
+def read_tokens(path: str, max_tokens: int) -> tuple[Identity, np.ndarray]:
+    """What a file belongs to and its conversation's token ids, int32; the rest is not read. Raises SessionError."""
+    with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
+        check_size(reader.size_bytes, LOOK_LIMITS)
+        source = _Seeker(reader)
+        header = read_header(source, None)
+        source.skip(LIVE_OFFSET - source.offset)
+        ids = Structure(source, Limits(max_tokens=max_tokens), Keep.TOKENS).token_ids("live")
+        return Identity(header.model, header.config), ids
 
 
 def list_sessions(folder: str) -> list[Peek]:

@@ -28,6 +28,7 @@ FRAME_BYTES = HEADER.size + TRAILER.size  # the smallest file by size alone; the
 LIVE_OFFSET = HEADER.size + GEOMETRY.size + LAYER_RANGE.size + COUNT.size  # of the live record
 
 STATE_ARRAYS = ("gdn", "ple", "tails", "dead", "block_pos")
+FLOAT_STATE = STATE_ARRAYS[:4]  # float32; block_pos is int32
 KV_PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
 KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")  # by format code
 ROTATED = 16  # added to the code of fp16 or int8 when K and V were rotated
@@ -214,6 +215,7 @@ class Limits:
     max_kv_bytes: Sequence[Sequence[int]] = ()  # five part sizes for each layer
     geometry: Sequence[int] | None = None
     layer_range: tuple[int, int] | None = None
+    finite_state: bool = False  # whether every float32 of the state arrays must be a finite number
 
     def largest_file(self) -> int:
         """The size of the largest file that keeps to every other limit, or the given cap if that is smaller."""

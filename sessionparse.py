@@ -15,6 +15,7 @@ from plainhash import hash64
 from sessionlayout import (
     COUNT,
     END_MARK,
+    FLOAT_STATE,
     FRAME_BYTES,
     GEOMETRY,
     HEADER,
@@ -43,6 +44,7 @@ from sessionlayout import (
     invalid,
 )
 
+FINITE_BYTES = 1 << 18  # of state looked at in one step: within the processor's cache
 _FOREIGN = (  # starts of files that are met in the place of session files
     (b"GGUF", "a GGUF model"),
     (b"qsgg", "a llama.cpp slot file"),
@@ -53,7 +55,7 @@ _FOREIGN = (  # starts of files that are met in the place of session files
 
 
 class Source(Protocol):
-    """A file's bytes in order; `fill` is asked for only where arrays are kept."""
+    """A file's bytes in order; `fill` is asked for only where arrays are kept, `pieces` where floats are checked."""
 
     offset: int  # of the next byte
     size_bytes: int
@@ -208,13 +210,35 @@ class Structure:
         self._source.fill(array.view(np.uint8))
         return array
 
+    def _floats(self, size: int, section: str) -> np.ndarray | Extent:
+        """An array of float32 as bytes: one that is no number would spoil every answer after it."""
+        extent, kept = Extent(self._source.offset, size), []
+        carry = np.empty(0, np.uint8)  # of a number that lies in two pieces
+        for piece in self._source.pieces(size):
+            whole = np.concatenate([carry, piece]) if carry.size or self._keep >= Keep.STATE else piece
+            numbers = whole.size // 4 * 4
+            if not _all_finite(whole[:numbers]):
+                raise invalid("not-finite", section, extent.offset, "finite numbers", "infinity or not a number")
+            carry = whole[numbers:].copy()
+            if self._keep >= Keep.STATE:
+                kept.append(whole[:numbers])
+        return np.concatenate([*kept, carry]) if self._keep >= Keep.STATE else extent
+
+    def token_ids(self, name: str) -> np.ndarray | Extent:
+        """The ids with which a record starts."""
+        return self._array(self.count(f"token ids of {name}", 4, self._limits.max_tokens), "<i4", Keep.TOKENS)
+
     def _record(self, name: str) -> Checkpoint:
         limits = self._limits
-        ids = self._array(self.count(f"token ids of {name}", 4, limits.max_tokens), "<i4", Keep.TOKENS)
+        ids = self.token_ids(name)
         images = self._images(self.count(f"images of {name}", IMAGE.size, limits.max_tokens))
         state = []
         for array, most in zip(STATE_ARRAYS, limits.max_state_bytes, strict=True):
-            state.append(self._array(self.count(f"{array} of {name}", 1, most), "u1", Keep.STATE))
+            size = self.count(f"{array} of {name}", 1, most)
+            if limits.finite_state and array in FLOAT_STATE:
+                state.append(self._floats(size, f"{array} of {name}"))
+            else:
+                state.append(self._array(size, "u1", Keep.STATE))
         (used,) = self._fixed(COUNT, f"last use of {name}")
         return Checkpoint(ids, images, *state, used)
 
@@ -235,3 +259,11 @@ class Structure:
         for name, most in zip(KV_PARTS, limit, strict=True):
             parts.append(self._array(self.count(f"{name} of {section}", 1, most), "u1", Keep.ALL))
         return KvLayer(header, tuple(parts))
+
+
+def _all_finite(data: np.ndarray) -> bool:
+    """Whether bytes hold finite float32 numbers alone; by pieces that stay in the cache, as they may lie unaligned."""
+    return all(
+        np.isfinite(data[start : start + FINITE_BYTES].copy().view("<f4")).all()
+        for start in range(0, data.size, FINITE_BYTES)
+    )

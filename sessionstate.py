@@ -9,8 +9,8 @@ import numpy as np
 
 import bytecopy
 from kvcache import Cache, CacheShape, Snapshot
-from promptcache import Checkpoint
-from sessionlayout import STATE_ARRAYS, Image, KvHeader, Limits, SessionError
+from promptcache import Parked, Timeline
+from sessionlayout import STATE_ARRAYS, Image, KvHeader, KvLayer, KvSource, Limits, SessionError
 from sessionlayout import Checkpoint as Record
 
 
@@ -18,13 +18,27 @@ def _record(ids: np.ndarray, arrays, used: int) -> Record:
     return Record(ids, [], *(array.view(np.uint8) for array in arrays), used=used)
 
 
-def image_of(cache: Cache, n_layers: int, cvec: bool, used: int, checkpoint: Checkpoint | None) -> Image:
-    """The live state (the cache's own arrays where they are the host's) and at most one checkpoint; no K/V.
+def image_of(held: Timeline | Parked, shape: CacheShape, n_layers: int, loaded: bool) -> Image:
+    """The live state of a conversation (the cache's own arrays where they are the host's) and its deepest checkpoint.
 
-    A save takes K/V from the cache's windows, piece by piece.
+    K/V is not in it: a save takes that from `sources_of`, piece by piece. `loaded`: whether there is a control vector.
     """
-    kept = [_record(checkpoint.snapshot.ids, checkpoint.snapshot[1:], checkpoint.used)] if checkpoint else []
-    return Image(cache.shape.geometry, 0, n_layers, cvec, _record(cache.ids, cache.state.on_host(), used), kept)
+    if isinstance(held, Parked):
+        live, steered = _record(held.ids, held.live.snapshot[1:], held.live.used), held.steered
+    else:
+        cache = held.cache
+        live, steered = _record(cache.ids, cache.state.on_host(), held.used), cache.steered
+    kept = [_record(c.snapshot.ids, c.snapshot[1:], c.used) for c in held.checkpoints.chain[-1:]]
+    return Image(shape.geometry, 0, n_layers, loaded and steered, live, kept)
+
+
+def sources_of(held: Timeline | Parked, cache: Cache) -> list[KvSource]:
+    """Every layer's K/V of a conversation, that of a parked one as `cache` would hold it."""
+    windows = cache.windows(held.n_tokens)
+    if isinstance(held, Parked):
+        pairs = zip(windows, held.cells, strict=True)
+        return [KvLayer(KvHeader(*window.header), tuple(parts)) for window, parts in pairs]
+    return windows
 
 
 def limits_of(cache: Cache, max_tokens: int, max_checkpoints: int, n_layers: int) -> Limits:
@@ -38,6 +52,7 @@ def limits_of(cache: Cache, max_tokens: int, max_checkpoints: int, n_layers: int
         max_kv_bytes=[window.part_sizes for window in windows],
         geometry=cache.shape.geometry,
         layer_range=(0, n_layers),
+        finite_state=True,
     )
 
 
@@ -45,15 +60,16 @@ def _refuse(reason: str, text: str) -> SessionError:
     return SessionError("invalid", reason, f"the session does not fit this model: {text}")
 
 
-def validate(image: Image, cache: Cache, max_tokens: int, n_vocab: int, cvec: bool) -> None:
+def validate(image: Image, cache: Cache, max_tokens: int, n_vocab: int, loaded: bool) -> None:
     """Hold an image, read within `limits_of`, against the cache; raises SessionError and changes nothing.
+
+    `loaded`: whether there is a control vector, as a file may be of a request that used it or of one that did not.
 
     The order is that of the format: the live tokens, each checkpoint, the live arrays, the layers.
     """
     n_tokens = image.live.n_tokens
-    if image.cvec != cvec:
-        how = "with" if image.cvec else "without"
-        raise _refuse("cvec", f"it was computed {how} a control vector, unlike what runs now")
+    if image.cvec and not loaded:
+        raise _refuse("cvec", "it was computed with a control vector, and none is loaded")
     if not 0 < n_tokens <= max_tokens:
         raise _refuse("count-limit", f"{n_tokens} tokens, expected 1 to {max_tokens}")
     if image.live.ids.min() < 0 or image.live.ids.max() >= n_vocab:

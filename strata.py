@@ -293,7 +293,14 @@ SERVE_OPTIONS = (
         "N",
         "shortest system prompt that gets its own checkpoint (default: 2048)",
     ),
-    Option("conversation_cache_mib", int, 0, _number(0), "N", "RAM for parked conversations (default: 0, off)"),
+    Option(
+        "conversation_cache_mib",
+        int,
+        None,
+        _number(0),
+        "N",
+        "RAM for parked conversations (default: a quarter of what is free at the start); 0 is off",
+    ),
     Option("conversation_cache_slots", int, 4, _number(1), "N", "most parked conversations (default: 4)"),
     Option(
         "conversation_cache_min_free_mib",

@@ -74,7 +74,7 @@ class Soak:
         self.agree(verb.__name__)
 
     def agree(self, after: str) -> None:
-        if self.session.n_tokens != len(self.live) or self.session.cache.ids.tolist() != self.live:
+        if self.session.n_tokens != len(self.live) or self.session.held_ids().tolist() != self.live:
             raise Disagreement(f"after {after} {self.session.n_tokens} tokens are held, not {len(self.live)}")
         if set(os.listdir(self.folder)) != set(self.files):
             raise Disagreement(f"after {after} the folder holds {sorted(os.listdir(self.folder))}")

@@ -203,7 +203,7 @@ def test_names_of_every_script_in_a_bare_locale(folder):
     finally:
         os.umask(previous)
     assert result.code == 0
-    assert [line.split()[0] for line in result.terminal] == ["DONE", *["SAVED"] * 6, "RESTORED", "ERR"]
+    assert [line.split()[0] for line in result.terminal] == ["DONE", *["SAVED"] * 6, "RESTORED", "SERR"]
     assert sorted(os.listdir(os.fsencode(folder))) == sorted(name.encode() for name in names)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -215,7 +215,7 @@ def test_stats_and_refused_lines_keep_the_process_in_step(folder):
     result = talk(script, "qwen4exp", folder)
     assert result.code == 0
     words = [line.split()[0] for line in result.terminal]
-    assert words == ["ERR"] * 6 + ["DONE", "STATS", "ERR"]
+    assert words == ["ERR"] * 5 + ["SERR", "DONE", "STATS", "ERR"]
     assert json.loads(result.terminal[7].removeprefix("STATS "))["held_tokens"] == 23
     assert "240 prompt tokens + 9 new ones + 8 do not fit the context of 256" in result.terminal[8]
 

@@ -17,13 +17,23 @@ import numpy as np
 import pytest
 
 import serveloop
-from generation import Done, FatalError, PromptProgress, RequestError, Resume, Reused, Token
+from generation import (
+    Done,
+    FatalError,
+    PromptProgress,
+    RequestError,
+    RequestFailed,
+    Resume,
+    Reused,
+    Source,
+    Token,
+)
 from sampling import SamplingOptions
 from serveloop import Answers, Commands, LineSplitter, Loop, allowance_s, parse_gen
 from sessionfile import SessionError
 
 PATIENCE_S = 30  # for events that come at once; only a broken loop waits so long
-TERMINAL_WORDS = {"DONE", "ERR", "SAVED", "RESTORED", "SERR", "FATAL", "STATS"}
+TERMINAL_WORDS = {"DONE", "ERR", "SAVED", "RESTORED", "SERR", "FATAL", "STATS", "ERASED", "TOKENS"}
 
 
 class Outcome:
@@ -74,6 +84,10 @@ class ScriptedSession:
         self.calls.append(("SAVE", path))
         return self._transfer(path, progress, phase)
 
+    def autosave(self, path, *, progress=None, phase=None):
+        self.calls.append(("AUTOSAVE", path))
+        return self._transfer(path, progress, phase)
+
     def restore(self, path, *, progress=None, phase=None):
         self.calls.append(("RESTORE", path))
         return self._transfer(path, progress, phase)
@@ -85,6 +99,20 @@ class ScriptedSession:
     def erase(self):
         self.calls.append(("ERASE",))
         return 17
+
+    n_tokens = 5
+
+    def info(self):
+        return {"context": "4096", "model": "a  b\n=x\x1b[2J\u2028ü.gguf", "engine": "1.2.3"}
+
+    def held_ids(self):
+        return np.array([7, 8, 9], np.int32)
+
+    def keep(self, n_answer):
+        self.calls.append(("KEEP", n_answer))
+
+    def settle(self, interrupted):
+        self.settled_early = interrupted()
 
     def warm_up(self) -> None:
         self.calls.append(("warm up",))
@@ -292,7 +320,8 @@ def test_refusals_are_one_line_and_stay_in_step(line, text):
     code, lines, log = talk(line + b"\nSTATS\n", session)
     assert (code, log) == (0, [])
     assert len(lines) == 2
-    assert re.match("ERR .*" + text, lines[0])
+    word = "SERR invalid 0" if line.startswith((b"SAVE", b"RESTORE", b"AUTOSAVE")) else "ERR"
+    assert re.match(f"{word} .*{text}", lines[0])
     assert lines[0].isprintable()
     assert lines[1].startswith("STATS ")
     assert session.calls == [("STATS",)]
@@ -305,6 +334,81 @@ def test_a_refused_request_has_one_line():
 
     code, lines, _ = talk(b"GEN 1 1\nSTATS\n", ScriptedSession(generate=refuse))
     assert (code, lines) == (0, ["ERR prompt of 9 tokens is over the context of 8", 'STATS {"held_tokens": 3}'])
+
+
+def test_the_tokens_held_are_one_line():
+    session = ScriptedSession()
+    assert talk(b"TOKENS\n", session)[1] == ["TOKENS 3 7,8,9"]
+    session.held_ids = lambda: np.empty(0, np.int32)
+    assert talk(b"TOKENS\n", session)[1] == ["TOKENS 0"]
+    assert talk(b"TOKENS 3\n", session)[1][0].startswith("ERR expected: ")
+
+
+def test_an_automatic_save_has_the_lines_of_a_save():
+    session = ScriptedSession()
+    code, lines, _ = talk(b"AUTOSAVE a b.bin\n", session, slot_save_path="D")
+    assert (code, session.calls) == (0, [("AUTOSAVE", "D/a b.bin")])
+    assert lines == talk(b"SAVE a b.bin\n", ScriptedSession(), slot_save_path="D")[1]
+
+
+def test_a_request_that_asks_is_told_where_its_start_came_from_and_what_is_held():
+    def told(request, stopped):
+        yield Resume(1)
+        yield Reused(1)
+        yield Source("parked", 1, 3)
+        yield done_event(0, 4, "length")
+
+    lines = talk(b"GEN 0 source=1 1,2,3,4\n", ScriptedSession(generate=told))[1]
+    assert [line.rpartition(" length")[0] or line for line in lines] == [
+        "RESUME 1", "REUSED 1", "SOURCE parked 1 3", "HELD 5", "DONE 0 4 12.3 6.8",
+    ]  # fmt: skip
+
+
+def test_a_request_that_fails_on_its_way_ends_with_one_line_and_the_loop_goes_on():
+    def failing(request, stopped):
+        yield Resume(1)
+        raise RequestFailed("no number\nin sight")
+
+    code, lines, log = talk(b"GEN 4 1,2\nSTATS\n", ScriptedSession(generate=failing))
+    assert (code, log) == (0, [])
+    assert lines == ["RESUME 1", "ERR no number in sight", 'STATS {"held_tokens": 3}']
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_stop_with_a_count_keeps_so_many_tokens_of_the_answer(late):
+    """In time it ends the request; too late, it still cuts what the request left."""
+    session, read = ScriptedSession(), threading.Event()
+
+    def on_line(line):
+        if line.startswith(b"DONE" if late else b"T 2"):
+            read.set()
+
+    if late:
+        lines = talk(Chunks(b"GEN 3 1,2,3\n", waiter(read), b"STOP 2\nSTATS\n"), session, on_line)[1]
+        assert finishes(lines) == ["length"]
+    else:
+        seen = threading.Event()
+
+        def waiting(request, stopped):
+            for event in echo(request, stopped):
+                yield event
+                if event == Token(2):
+                    assert seen.wait(PATIENCE_S)
+
+        session = ScriptedSession(generate=waiting)
+        stdin = Chunks(b"GEN 9 1,2,3,4,5\n", waiter(read), b"STOP 2\n", seen.set, b"STATS\n")
+        lines = talk(stdin, session, on_line)[1]
+        assert finishes(lines) == ["cancel"]
+    assert [call for call in session.calls if call[0] != "GEN"] == [("KEEP", 2), ("STATS",)]
+    assert lines[-1] == 'STATS {"held_tokens": 3}'
+    assert not any(line.startswith(("ERR", "STOP")) for line in lines)
+
+
+@pytest.mark.parametrize("line", [b"STOP -1", b"STOP x", b"STOP 1 2", b"STOP ", b"STOP 12345678901"])
+def test_a_stop_with_anything_else_is_no_verb(line):
+    session = ScriptedSession()
+    assert talk(line + b"\n", session)[1][0].startswith("ERR expected: ")
+    assert session.calls == []
 
 
 @pytest.mark.parametrize("kind", ["invalid", "storage", "memory", "io"])
@@ -342,7 +446,23 @@ def test_keys_of_a_request():
 def test_a_request_without_keys_has_the_defaults():
     request = parse_gen(b"0 007,2147483647")
     assert request.prompt.tolist() == [7, 2**31 - 1]
-    assert request[1:] == (0, SamplingOptions(), frozenset(), True)
+    assert request[1:] == (0, SamplingOptions(), frozenset(), True, True, False)
+
+
+def test_the_keys_of_the_reference_do_what_they_say():
+    """Spelled as its own server spells them; the last of two spellings holds."""
+    request = parse_gen(
+        b"7 penalty_repeat=1.1 penalty_freq=0.25 penalty_present=-0.5 penalty_last_n=32 cvec=0 source=1 3"
+    )
+    assert request.sampling == SamplingOptions(
+        repeat_penalty=1.1, frequency_penalty=0.25, presence_penalty=-0.5, repeat_last_n=32
+    )
+    assert (request.steered, request.source) == (False, True)
+    assert parse_gen(b"7 repeat_penalty=1.2 penalty_repeat=1.1 3").sampling.repeat_penalty == 1.1
+    assert parse_gen(b"7 penalty_repeat=1.1 3").sampling.repeat_last_n == 64
+    for bad in (b"penalty_repeat=0", b"penalty_last_n=-1", b"penalty_freq=x", b"cvec=2", b"source=yes"):
+        with pytest.raises(RequestError, match=bad.decode().partition("=")[0]):
+            parse_gen(b"7 " + bad + b" 3")
 
 
 @pytest.mark.parametrize("separator", [",", " ", ", "])
@@ -551,7 +671,7 @@ def test_an_unterminated_save_or_restore_is_refused(line):
     session = ScriptedSession()
     code, lines, _ = talk(b"STATS\n" + line, session)
     assert (code, len(lines), session.calls) == (0, 2, [("STATS",)])
-    assert lines[1].startswith("ERR ")
+    assert lines[1].startswith("SERR invalid 0 ")
 
 
 def test_a_running_request_ends_after_the_end_of_input():
@@ -696,7 +816,7 @@ def broken(*_):
 def test_what_may_leave_a_wrong_state_is_fatal(line, session, reason):
     code, lines, log = talk(line + b"\nSTATS\n", session)
     assert code == 1
-    assert lines[-1] == f"FATAL {reason}"
+    assert lines[-1] == f"{'ERR' if line.startswith(b'GEN') else 'FATAL'} {reason}"  # and the process ends
     assert sum(word.split()[0] in TERMINAL_WORDS for word in lines) == 1
     assert len(session.calls) == 1
     assert [text.split()[0] for text in log] == ["Traceback"]
@@ -713,9 +833,6 @@ class ScriptedEngine:
         print("a library's stray print")
         log(f"loading {options.model}")
         return cls()
-
-    def info(self):
-        return {"context": "4096", "model": "a  b.gguf", "engine": "1.2.3"}
 
 
 class Options:
@@ -735,7 +852,7 @@ def test_serve_starts_with_info_and_ready(scripted):
     assert serveloop.serve(Options, io.BytesIO(b"STATS\n"), stdout, log.append) == 0
     assert stdout.written.decode().splitlines() == [
         "INFO context=4096",
-        "INFO model=a  b.gguf",
+        "INFO model=a__b_=x_[2J_ü.gguf",
         "INFO engine=1.2.3",
         "READY 4096 stop",
         'STATS {"held_tokens": 3}',

@@ -220,13 +220,15 @@ def test_a_restore_replaces_the_conversation_and_leaves_the_parked_ones(live):
     assert ask(session, other, 3).reused == 0
 
 
-def test_another_conversation_in_between_needs_parking_to_leave_the_restored_one(live):
+@pytest.mark.parametrize("mib", [None, 100, 0])
+def test_a_short_conversation_in_between_leaves_the_restored_one(live, mib):
+    """Parked where there is room, else the short one runs beside it."""
     _, prompt, good = live
-    for options, expected in (({}, 0), ({"conversation_cache_mib": 100}, None)):
-        session = new_session(**options)
-        n_saved = session.restore(str(good)).n_tokens
-        ask(session, ids(40, 99), 5)
-        assert ask(session, prompt, 5).reused == (n_saved if expected is None else expected)
+    session = new_session(conversation_cache_mib=mib)
+    n_saved = session.restore(str(good)).n_tokens
+    ask(session, ids(40, 99), 5)
+    assert (session.n_tokens, session.live.n_tokens) == (44, n_saved if mib == 0 else 44)
+    assert ask(session, prompt, 5).reused == n_saved
 
 
 def test_a_restored_conversation_can_be_parked_and_saved(live, tmp_path):
@@ -315,20 +317,11 @@ def test_progress_and_phases_of_a_save_and_a_restore(tmp_path):
 # --- refused saves
 
 
-@pytest.mark.parametrize("why", ["start", "cancelled", "unkept", "abandoned", "erased"])
-def test_a_save_without_a_complete_conversation_is_refused(why, tmp_path):
+@pytest.mark.parametrize("why", ["start", "erased"])
+def test_a_save_of_nothing_is_refused(why, tmp_path):
     session = new_session()
-    if why != "start":
-        prompt = talk(session)
-    if why == "cancelled":
-        ask(session, prompt, 4, stopped=lambda: True)
-    elif why == "unkept":
-        ask(session, prompt, 4, checkpoint=False)
-    elif why == "abandoned":
-        events = session.generate(generation.GenRequest(prompt, 4))
-        next(events)
-        events.close()
-    elif why == "erased":
+    if why == "erased":
+        talk(session)
         session.erase()
     before = held(session)
     with pytest.raises(SessionError, match="nothing to save") as caught:
@@ -336,6 +329,27 @@ def test_a_save_without_a_complete_conversation_is_refused(why, tmp_path):
     assert caught.value.kind == "invalid"
     assert tree(tmp_path) == {}
     assert held(session) == before
+
+
+@pytest.mark.parametrize("how", ["cancelled", "unkept", "abandoned"])
+def test_a_request_that_came_to_nothing_leaves_a_conversation_to_save(how, tmp_path):
+    """Nothing is all or nothing: what was read is whole, and what was held before is a start of it."""
+    session = new_session()
+    prompt = talk(session)
+    n_before, ids_before = session.n_tokens, session.held_ids().tolist()
+    if how == "cancelled":
+        ask(session, prompt, 4, stopped=lambda: True)
+    elif how == "unkept":
+        ask(session, prompt, 4, checkpoint=False)
+    else:
+        events = session.generate(generation.GenRequest(prompt, 4))
+        next(events)
+        events.close()
+    assert session.held_ids()[:n_before].tolist() == ids_before
+    assert session.save(str(tmp_path / "a.bin")).n_tokens == session.n_tokens >= n_before
+    restored = new_session()
+    restored.restore(str(tmp_path / "a.bin"))
+    assert ask(restored, prompt, 6).tokens == ask(new_session(), prompt, 6).tokens
 
 
 def test_a_save_without_disk_room_is_refused_and_the_old_file_stays(live, refused, monkeypatch):

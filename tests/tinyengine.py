@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine import Engine, EngineOptions, Session
-from generation import Done, GenRequest, PromptProgress, Resume, Reused, Token
+from generation import Done, GenRequest, PromptProgress, Resume, Reused, Source, Token
 from sampling import SamplingOptions
 
 MODELS = pathlib.Path(__file__).parent / "data" / "model"
@@ -63,16 +63,25 @@ class Reply(NamedTuple):
     def reused(self) -> int:
         return self.done.reused
 
+    @property
+    def source(self) -> Source:
+        """Where the reused tokens came from, if the request asked for it."""
+        return next(event for event in self.events if isinstance(event, Source))
 
-def ask(session: Session, prompt, max_new: int = 8, *, stopped=lambda: False, stop=(), checkpoint=True, **sampling):
+
+def ask(
+    session: Session, prompt, max_new: int = 8, *, stopped=lambda: False, stop=(), checkpoint=True, steered=True,
+    source=False, **sampling,
+):  # fmt: skip
     """Run a request to its end and hold the order of its events and what they count against each other."""
     prompt = joined(prompt)
-    request = GenRequest(prompt, max_new, SamplingOptions(**sampling), frozenset(stop), checkpoint)
+    request = GenRequest(prompt, max_new, SamplingOptions(**sampling), frozenset(stop), checkpoint, steered, source)
     events = list(session.generate(request, stopped))
     done, tokens = events[-1], [event.id for event in events if isinstance(event, Token)]
     kinds = [type(event) for event in events]
     n_chunks = kinds.count(PromptProgress)
-    assert kinds == [Resume, *[PromptProgress] * n_chunks, Reused, *[Token] * len(tokens), Done]
+    told = [Source] * source
+    assert kinds == [Resume, *[PromptProgress] * n_chunks, Reused, *told, *[Token] * len(tokens), Done]
     assert (events[0].n_reused, events[n_chunks + 1].n) == (done.reused, done.reused)
     assert (done.generated, done.n_prompt) == (len(tokens), len(prompt))
     return Reply(tokens, done, events)
@@ -129,7 +138,7 @@ def record(checkpoint) -> tuple:
 
 
 def parked_record(entry) -> list:
-    return [record(c) for c in (entry.live, *entry.checkpoints)] + [
+    return [record(c) for c in (entry.live, *entry.checkpoints.chain)] + [
         [p.tobytes() for p in layer] for layer in entry.cells
     ]
 
