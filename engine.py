@@ -63,7 +63,7 @@ class EngineOptions:
     backend: str = "auto"
     prompt_cache: int = 6
     prompt_cache_every: int = 16384
-    prompt_cache_root: int = 2048
+    prompt_cache_root: int = 64
     conversation_cache_mib: int | None = None
     conversation_cache_slots: int = 4
     conversation_cache_min_free_mib: int = 2560

@@ -288,10 +288,10 @@ SERVE_OPTIONS = (
     Option(
         "prompt_cache_root",
         int,
-        2048,
+        64,
         _number(0),
         "N",
-        "shortest system prompt that gets its own checkpoint (default: 2048)",
+        "shortest system prompt whose checkpoint stays (default: 64)",
     ),
     Option(
         "conversation_cache_mib",
