@@ -494,7 +494,7 @@ class Session:
         if timeline is not self.live and timeline.complete:
             self.beside = timeline.copy()
 
-    def forget(self, request: GenRequest, resumed: Resumed) -> None:
+    def forget(self, resumed: Resumed) -> None:
         """Drop what a request that failed has used: its state may be what made it fail."""
         resumed.timeline.forget()
         if resumed.offer.parked in self.parking.entries:

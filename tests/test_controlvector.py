@@ -143,3 +143,34 @@ def test_a_file_of_another_control_vector_is_refused(tmp_path, steered):
             new_session(**options).restore(path)
         assert caught.value.kind == "invalid"
     session.restore(path)
+
+
+@pytest.mark.parametrize("parking", [100, 0])
+def test_a_request_may_leave_the_vector_out(tmp_path, steered, parking):
+    """Its tokens are those of an engine without one, and it shares nothing with what was computed with it."""
+    session, plain = new_session(control_vector=steered, conversation_cache_mib=parking), new_session()
+    with_vector = ask(session, ids(30), 8)
+    without = ask(session, ids(30), 8, steered=False)
+    assert (without.reused, without.tokens) == (0, ask(plain, ids(30), 8).tokens)
+    path = str(tmp_path / "a.bin")
+    session.save(path)
+    assert inspect_session(path).image.cvec is False
+    following = joined(ids(30), without.tokens, ids(5, 1))
+    restored = Session(session.engine)
+    restored.restore(path)
+    for one in (session, restored):
+        answer = ask(one, following, 8, steered=False)
+        assert (answer.reused, answer.tokens) == (37, ask(plain, following, 8).tokens)
+    again = ask(session, joined(ids(30), with_vector.tokens), 8)
+    assert again.reused == (37 if parking else 0)
+    assert again.tokens == ask(Session(session.engine), joined(ids(30), with_vector.tokens), 8).tokens
+
+
+def test_a_file_computed_with_a_vector_needs_one(tmp_path, steered):
+    session = new_session(control_vector=steered)
+    ask(session, ids(30), 4)
+    session.save(str(tmp_path / "a.bin"))
+    restored = Session(session.engine)
+    restored.restore(str(tmp_path / "a.bin"))
+    assert restored.cache.steered
+    assert ask(restored, joined(ids(30), ids(4, 3)), 4, steered=False).reused == 0
