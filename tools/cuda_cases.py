@@ -420,6 +420,17 @@ def greedy(ops, rng, s: Sizes):
     return [ops.greedy(ops.from_host(logits)), ids, shares]
 
 
+@case(2e-6)
+def greedy_of_no_number(ops, rng, s: Sizes):
+    """Rows that hold NaN or an infinity, alone or everywhere, give -1; one of greatest finite values does not."""
+    logits = normal(rng, 7, s.vocab)
+    logits[0, s.vocab // 2], logits[1, -1], logits[2, 0] = np.nan, np.inf, -np.inf
+    logits[3:6] = np.array([np.nan, np.inf, -np.inf], np.float32)[:, None]
+    logits[6, 3] = 2.9e38
+    ids, shares = ops.greedy_with_share(ops.from_host(logits[:6]))
+    return [ops.greedy(ops.from_host(logits)), ids, shares]
+
+
 # --- running ------------------------------------------------------------------------------------------------------
 
 
