@@ -65,7 +65,7 @@ class EngineOptions:
     prompt_cache_every: int = 16384
     prompt_cache_root: int = 64
     conversation_cache_mib: int | None = None
-    conversation_cache_slots: int = 4
+    conversation_cache_slots: int = 32
     conversation_cache_min_free_mib: int = 2560
     session_min_free_mib: int = 4096
     spec: int | None = None

@@ -18,7 +18,8 @@ from sampling import NotFinite, SamplingOptions, choose
 
 CHUNK = 512  # prompt tokens read between two looks at STOP
 MARGIN = 8  # cells kept free behind a request: the longest window of speculative decoding
-NEAR = 32  # tokens: a checkpoint so close behind the tokens reused is not worth its bytes
+BEFORE_END = 16  # tokens that may follow what changes at the end of a message: a closing mark, the rest of a line
+NEAR = 32  # tokens: a checkpoint so close behind another one is not worth its bytes
 DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
 
 
@@ -196,7 +197,8 @@ class Generation:
 
         That is at the last turn start, so that another answer or the next turn can come back before its header, and at
         the one before, for another message in place of this one (in a prompt without turns at the last token, so that
-        the same prompt can); where this one left what was held; and, when reading from 0, behind the system prompt.
+        the same prompt can); shortly before, as a chat that is quoted in a message grows there; where this prompt left
+        what was held; and, when reading from 0, behind the system prompt and shortly before its end, where dates stand.
         """
         options, start, prompt = self.engine.options, self.engine.turn_start_id, self.request.prompt
         if not self.request.checkpoint or not options.prompt_cache:
@@ -204,10 +206,12 @@ class Generation:
         turns = np.flatnonzero(prompt == start) if start is not None else np.empty(0, np.int64)
         later = [int(turn) for turn in turns if turn > 0]
         marks = dict.fromkeys(later[-2:] or [len(prompt) - 1], False)
-        if self.n_reused + NEAR < self.resumed.diverged_at < len(prompt):
-            marks[self.resumed.diverged_at] = False
         if not self.n_reused and later:
             marks[later[0]] = later[0] >= options.prompt_cache_root
+        if not self.cache.shape.folds_nothing:  # else it is cut anywhere
+            for place in (self.resumed.diverged_at, later[0] - BEFORE_END if later else 0, max(marks) - BEFORE_END):
+                if place - max([self.n_reused, *(mark for mark in marks if mark < place)]) > NEAR:
+                    marks.setdefault(place, False)
         return marks
 
     def _is_periodic(self, first: int, last: int) -> bool:

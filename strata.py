@@ -301,7 +301,7 @@ SERVE_OPTIONS = (
         "N",
         "RAM for parked conversations (default: a quarter of what is free at the start); 0 is off",
     ),
-    Option("conversation_cache_slots", int, 4, _number(1), "N", "most parked conversations (default: 4)"),
+    Option("conversation_cache_slots", int, 32, _number(1), "N", "most parked conversations (default: 32)"),
     Option(
         "conversation_cache_min_free_mib",
         int,

@@ -317,7 +317,7 @@ def test_checkpoints_come_periodically_at_the_end_of_chunks(chunks_of):
     chunks_of(6)
     session = new_session(prompt_cache=20, prompt_cache_every=10)
     ask(session, ids(50), 5)
-    assert marks(session) == [12, 24, 30, 42, 49, 50]  # the first chunk end at or behind every tenth token
+    assert marks(session) == [12, 24, 30, 33, 45, 49, 50]  # the first chunk end at or behind every tenth token, and 33
 
 
 @pytest.mark.parametrize("every", [0, 10**6])
@@ -325,7 +325,16 @@ def test_no_periodic_checkpoints(every, chunks_of):
     chunks_of(6)
     session = new_session(prompt_cache_every=every)
     ask(session, ids(50), 5)
-    assert marks(session) == [49]
+    assert marks(session) == [33, 49]
+
+
+def test_a_prompt_has_a_checkpoint_shortly_before_its_end_where_that_saves_enough():
+    """A chat that is quoted in a message grows there, and so does a date at the end of a system prompt."""
+    session = new_session()
+    ask(session, joined(TURN, ids(69), TURN, ids(79), TURN, ids(2)), 5)
+    assert marks(session) == [54, 70, 134, 150]
+    ask(session, joined(TURN, ids(39, 5), TURN, ids(47), TURN, ids(2)), 5)
+    assert marks(session) == [40, 88]  # 24 and 72 are no more than 32 tokens behind what is kept before
 
 
 def test_a_checkpoint_is_the_state_of_a_session_that_read_so_far():

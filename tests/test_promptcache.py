@@ -377,10 +377,12 @@ class Account:
         """Read at most `n_chunks` chunks; how far that comes."""
         turns = [place for place in range(1, len(prompt)) if prompt[place] == TURN]
         ends = dict.fromkeys(turns[-2:] or [len(prompt) - 1], False) if keep else {}
-        if keep and n_resumed + 32 < diverged < len(prompt):
-            ends[diverged] = False
         if keep and turns and not n_resumed:
             ends[turns[0]] = turns[0] >= ROOT
+        if keep and not self.stateless:
+            for place in (diverged, turns[0] - 16 if turns else 0, max(ends) - 16):
+                if place not in ends and place - max([n_resumed, *(end for end in ends if end < place)]) > 32:
+                    ends[place] = False
         at = n_resumed
         while at < len(prompt):
             if not n_chunks:
