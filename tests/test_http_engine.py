@@ -35,7 +35,7 @@ class EngineFront(RunningFront):
 
     def turn(self, ids: list[int], n_new: int = N_NEW, **fields) -> dict:
         """A greedy answer to token ids."""
-        answer = self.post("/completion", {"prompt": ids, "n_predict": n_new, **fields})
+        answer = self.post("/completion", {"prompt": ids, "n_predict": n_new, "temperature": 0, **fields})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
