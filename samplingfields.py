@@ -26,7 +26,7 @@ RANGES = {
     "frequency_penalty": (-100.0, 100.0),
 }
 SETTINGS = (*RANGES, "top_k", "repeat_last_n")
-OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
+OTHER_NAMES = {"repetition_penalty": "repeat_penalty"}
 # As llama-server has them, for a model whose file names none.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Settings by their names below `general.sampling.` in a model file.
@@ -118,8 +118,7 @@ def model_defaults(named: dict[str, object]) -> tuple[dict[str, float | int], li
 def read_sampling(body: dict, defaults: dict[str, float | int], n_ctx: int) -> dict[str, float | int]:
     """The sampling keys of the GEN line; raises BadField."""
     keys = dict(defaults)
-    for name in SETTINGS:
-        given = OTHER_NAMES.get(name, name) if body.get(name) is None else name
+    for given, name in (*OTHER_NAMES.items(), *zip(SETTINGS, SETTINGS, strict=True)):
         if body.get(given) is not None:
             keys[name] = _setting(given, body[given])
     seed = -1 if body.get("seed") is None else whole("seed", body["seed"], -MAX_WISH, MAX_SEED)
@@ -137,7 +136,7 @@ def _setting(name: str, value: object) -> float | int:
         return min(max(whole(name, value, -MAX_WISH, MAX_WISH), 0), MAX_COUNT)
     if name == "repeat_last_n":
         return max(whole(name, value, -MAX_WISH, MAX_WISH), -1)
-    return number(name, value, *RANGES.get(name, RANGES["repeat_penalty"]))
+    return number(name, value, *RANGES[OTHER_NAMES.get(name, name)])
 
 
 def _keep_to_samplers(body: dict, keys: dict[str, float | int]) -> None:
@@ -168,8 +167,6 @@ def read_stops(body: dict) -> tuple[str, ...]:
 
 def read_limit(body: dict) -> int | None:
     """The limit on the answer, which may be 0; None where the field is absent, null or negative: none."""
-    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
-        if body.get(name) is not None:
-            limit = whole(name, body[name], -MAX_WISH, MAX_WISH)
-            return None if limit < 0 else limit
-    return None
+    names = [name for name in ("max_completion_tokens", "max_tokens", "n_predict") if body.get(name) is not None]
+    limits = [whole(name, body[name], -MAX_WISH, MAX_WISH) for name in names]
+    return limits[0] if limits and limits[0] >= 0 else None

@@ -161,7 +161,10 @@ class Tokenizer:
 
     def mark_id(self, text: str) -> int | None:
         """The control or user-defined token that is spelled so, if there is one."""
-        token_id = self._marked.token_to_id(text)
+        try:
+            token_id = self._marked.token_to_id(text)
+        except UnicodeEncodeError:  # a lone surrogate, which no token has
+            return None
         return token_id if token_id is not None and self._types[token_id] in (CONTROL, USER_DEFINED) else None
 
     def token_bytes(self, token_id: int) -> bytes:
