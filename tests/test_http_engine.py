@@ -397,7 +397,7 @@ def test_the_folder_may_be_a_link_that_is_turned_later(tmp_path):
 def test_a_full_context(tmp_path, front):
     with EngineFront(tmp_path, "--max-context=128") as small:
         ids = some_ids(100, 39)
-        answer = small.turn(ids, 0)
+        answer = small.turn(ids, -1)
         assert len(answer["tokens"]) == 128 - 8 - 100
         n_saved = small.save("full.bin")["n_saved"]
         small.restart_engine()

@@ -341,7 +341,8 @@ def test_texts_outside_answers_are_escaped_too(front):
 HUGE = 10**400
 HOSTILE = [
     HUGE, -HUGE, 10**4000, "1e400", "-1e400", "1e-400", "-0.0", "-0", 2**63, 2**64, -(2**63), 1e300, -1e300, 5e-324,
-    "1", "", "NaN", "inf", True, False, [], {}, [[]], [HUGE], {"a": HUGE}, [None], [True], ["x"], "\ud800", 0.5, -1, 0, 1,
+    "1", "", "NaN", "inf", True, False, [], {}, [[]], [HUGE], {"a": HUGE}, [None], [True], ["x"], "\ud800", 0.5, -1, 0,
+    1,
 ]  # fmt: skip
 FIELDS = sorted(
     {
