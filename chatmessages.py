@@ -234,12 +234,13 @@ def _continued(chat: Chat, template: str) -> Chat:
     *before, last = chat.messages
     # No message holds the mark, as it is new.
     mark, content, thinking = f"[cut {secrets.token_hex(16)}]", last["content"], last.get("reasoning_content", "")
-    if content or not thinking:
+    if not thinking and content.lstrip().startswith(THINK) and END_THINK not in content:
+        content, thinking = "", content.lstrip().removeprefix(THINK).lstrip("\n")
+    in_thinking = bool(thinking) and not content
+    if not in_thinking:
         last = last | {"content": content + mark}
-        in_thinking = content.lstrip().startswith(THINK) and END_THINK not in content
-    else:
-        in_thinking = True
-        # Where the template knows no thinking, the answer held it as the model wrote it.
-        known = "reasoning_content" in template
-        last = last | ({"reasoning_content": thinking + mark} if known else {"content": f"{THINK}\n{thinking}{mark}"})
+    elif "reasoning_content" in template:
+        last = last | {"content": "", "reasoning_content": thinking + mark}
+    else:  # the template knows no thinking, so the answer held it as the model wrote it
+        last = last | {"content": f"{THINK}\n{thinking}{mark}"}
     return chat._replace(messages=[*before, last], mark=mark, thinking=in_thinking)

@@ -285,8 +285,9 @@ def test_a_call_is_no_answer_that_goes_on(tokenizers):
 
 
 def test_thinking_goes_on_where_it_was_cut(tokenizers):
-    message = {"role": "assistant", "content": "", "reasoning_content": "first, "}
-    for template in TEMPLATES:
+    apart = {"role": "assistant", "content": "", "reasoning_content": "first, "}
+    inside = {"role": "assistant", "content": "<think>\nfirst, "}
+    for template, message in itertools.product(TEMPLATES, (apart, inside)):
         body = {"messages": [USER, message]}
         assert render(tokenizers[template], *body["messages"]).endswith("<think>\nfirst, ")
         request = chatapi.read_chat(body, tokenizers[template], N_CTX)
