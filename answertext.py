@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from toolcalls import CALL, END_CALL, END_FUNCTION, FUNCTION, ToolCall, read_calls
+from toolcalls import CALL, END_CALL, END_FUNCTION, FUNCTION, JSON_STARTS, ToolCall, read_calls
 
 THINK, END_THINK = "<think>", "</think>"
 MARKS = (THINK, END_THINK, CALL, END_CALL)
@@ -111,8 +111,8 @@ class AnswerParser:
 
     ``reasoning``: look for a think block at the start; ``thinking``: the prompt has already opened one; ``continued``:
     it has begun to fill it as well. ``tools``: look for tool calls; ``schemas``: those of their arguments by the name
-    of the tool; ``bare``: a call may come without the marks around it, as models of the function form write it.
-    ``token_marks``: the marks that count as tokens only.
+    of the tool; ``bare``: the form in which a call may come without the marks around it, function or json, of which the
+    latter is the whole answer. ``token_marks``: the marks that count as tokens only.
     """
 
     def __init__(
@@ -123,14 +123,15 @@ class AnswerParser:
         continued: bool = False,
         tools: bool = False,
         schemas: Mapping[str, object] | None = None,
-        bare: bool = False,
+        bare: str = "",
         token_marks: Collection[str] = (),
     ):
-        self._state = "thinking" if thinking and reasoning else "start" if reasoning else "content"
+        self._content = "opening" if tools and bare == "json" else "content"
+        self._state = "thinking" if thinking and reasoning else "start" if reasoning else self._content
         self._schemas = schemas or {}
         self._forms = {mark: TOKENS[mark] if mark in token_marks else mark for mark in MARKS}
         self._call_starts = {self._forms[CALL]: "call"} if tools else {}
-        if tools and bare:
+        if tools and bare == "function":
             self._call_starts[FUNCTION] = "bare call"
         self._skip_blanks = self._state == "thinking" and not continued
         self._held = ""
@@ -149,6 +150,13 @@ class AnswerParser:
         text, self._held = self._held.translate(_SPELLED), ""
         if self._state == "call":
             return self._calls(text, CALL + text)
+        if self._state == "JSON":
+            parts = self._calls(text, text)
+            # Other answers may be JSON as well.
+            return parts if all(part.call and part.call.name in self._schemas for part in parts) else self._plain(text)
+        return self._plain(text)
+
+    def _plain(self, text: str) -> list[Part]:
         if self._skip_blanks:
             text = text.lstrip()
         if self._state == "thinking":
@@ -159,9 +167,11 @@ class AnswerParser:
     def _step(self, parts: list[Part]) -> bool:
         """Go on by one state; False when more text is needed."""
         if self._state == "start":
-            return self._skip_mark(THINK, "thinking", otherwise="content")
+            return self._skip_mark(THINK, "thinking", otherwise=self._content)
         if self._state == "thinking":
-            return self._until({self._forms[END_THINK]: "content"}, "reasoning", parts)
+            return self._until({self._forms[END_THINK]: self._content}, "reasoning", parts)
+        if self._state in ("opening", "JSON"):
+            return self._state == "opening" and self._open()
         if self._state == "content" and self._call_starts:
             return self._until(self._call_starts, "content", parts)
         if self._state == "content":
@@ -173,6 +183,14 @@ class AnswerParser:
         if self._state == "bare call":
             return self._end_bare_call(parts)
         return self._skip_mark(END_CALL, "content", otherwise="content")
+
+    def _open(self) -> bool:
+        """Decide whether the answer is a call in JSON, which is read when it is whole."""
+        begun = "".join(self._held.split())
+        if len(begun) < len(JSON_STARTS[-1]) and any(start.startswith(begun) for start in JSON_STARTS):
+            return False
+        self._state = "JSON" if begun.startswith(JSON_STARTS) else "content"
+        return True
 
     def _skip_mark(self, mark: str, following: str, *, otherwise: str) -> bool:
         """Go on to the state ``following`` behind a mark that stands here, to ``otherwise`` where none does."""

@@ -17,7 +17,7 @@ from chatmessages import Chat, Tools, read_chat_body, read_tools
 from childproc import Done, PromptProgress
 from samplingfields import model_defaults, read_limit, read_sampling, read_stops, refuse_unsupported
 from tokenizer import Tokenizer, TokenizerError
-from toolcalls import FUNCTION, ToolCall, schemas_of
+from toolcalls import ToolCall, bare_form, schemas_of
 
 # Cells that the engine keeps free behind prompt and answer.
 SPARE_CELLS = 8
@@ -45,7 +45,7 @@ class GenerationRequest:
     continued: bool = False
     tools: bool = False
     schemas: dict[str, object] = field(default_factory=dict)
-    bare_calls: bool = False
+    bare_calls: str = ""
     one_call: bool = False
     legacy_call: bool = False
     # What was done otherwise than asked, for a header of the answer and the log.
@@ -88,8 +88,7 @@ def read_chat(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest
 def _set_tools(request: GenerationRequest, tools: Tools, tokenizer: Tokenizer) -> None:
     request.tools, request.schemas = bool(tools.offered), schemas_of(tools.offered)
     request.one_call, request.legacy_call = tools.one_call, tools.legacy
-    # Models that were taught the form of functions leave the marks around a call out at times.
-    request.bare_calls = FUNCTION in (tokenizer.chat_template or "")
+    request.bare_calls = bare_form(tokenizer.chat_template or "")
 
 
 def read_completion(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest:

@@ -1,8 +1,9 @@
 """The markup that models put around their calls of tools, and calls with arguments of the types that a tool asks for.
 
-Owns the two forms of a call, which both stand between `<tool_call>` and `</tool_call>`: a JSON object, and
-`<function=NAME>` with `<parameter=NAME>` inside. Refuses to know streams, requests and HTTP. Invariant: the arguments
-of a call are a JSON object; markup that cannot be read as such is no call, and the caller shows it as it is.
+Owns the forms of a call: a JSON object with name and arguments, and `<function=NAME>` with `<parameter=NAME>` or JSON
+inside, both between `<tool_call>` and `</tool_call>`; and which of them a template lets come without these marks.
+Refuses to know streams, requests and HTTP. Invariant: the arguments of a call are a JSON object; markup that cannot be
+read as such is no call, and the caller shows it as it is.
 
 Read next: ``answertext.py``, which finds the markup in a growing answer; ``chatmessages.py``, which reads past calls.
 """
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
+# How an answer that is a call in JSON begins, less its blanks.
+JSON_STARTS = tuple(f'{bracket}{{"{word}"' for bracket in ("", "[") for word in ("name", "type", "function"))
 # An end mark counts where nothing else may follow, so that a value may quote one.
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?=<function=|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
@@ -56,10 +59,21 @@ def read_calls(text: str, schemas: Mapping[str, object]) -> list[ToolCall]:
         if text.lstrip().startswith(FUNCTION):
             calls = [(name, _arguments(body, schemas.get(name))) for name, body in _pieces(_FUNCTION, text)]
         else:
-            calls = [_json_call(value) for value in _json_values(text)]
+            values = [one for value in _json_values(text) for one in (value if isinstance(value, list) else [value])]
+            calls = [_json_call(value) for value in values]
         return [ToolCall(f"call_{secrets.token_hex(12)}", name, _to_json(arguments)) for name, arguments in calls]
     except (ValueError, RecursionError):
         return []
+
+
+def bare_form(template: str) -> str:
+    """The form in which models of this template write calls without marks around them, if they do.
+
+    Those of the function form leave the marks out at times. The template of others asks for nothing but JSON.
+    """
+    if FUNCTION in template:
+        return "function"
+    return "json" if "tools" in template and CALL not in template else ""
 
 
 def schemas_of(tools: list[dict]) -> dict[str, object]:
@@ -88,9 +102,10 @@ def call_text(name: str, arguments: object) -> str:
 
 def _json_call(value: object) -> tuple[str, dict]:
     """Name and arguments of a call; ValueError if it is none."""
+    value = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no call")
-    arguments = value.get("arguments")
+    arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         arguments = load_json(arguments) if arguments.strip() else None
     arguments = {} if arguments is None else arguments
@@ -146,6 +161,8 @@ def _pieces(pattern: re.Pattern, text: str) -> Iterator[tuple[str, str]]:
 
 def _arguments(body: str, schema: object) -> dict[str, object]:
     """The parameters of a call, each in the type that the tool's schema gives it."""
+    if body.lstrip().startswith("{"):
+        return _json_call({"name": "", "arguments": body})[1]
     if not body.strip():
         return {}
     kinds = schema.get("properties") if isinstance(schema, dict) else None

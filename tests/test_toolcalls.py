@@ -187,6 +187,63 @@ def test_a_call_without_the_marks_around_it(tokenizer):
     assert read(tokenizer, f"{inner} and on").content == "and on"
 
 
+@pytest.fixture(scope="module")
+def json_alone(tmp_path_factory):
+    """A model whose template knows tools and no marks around calls."""
+    template = TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "")
+    return Tokenizer.load(write_tokenizer_model(tmp_path_factory.mktemp("model") / "tiny.gguf", template))
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "f", "parameters": {"count": 1}}', [{"count": 1}]),
+        (' {"type": "function", "name": "f", "parameters": {}}\n', [{}]),
+        ('{"type": "function", "function": {"name": "f", "arguments": "{}"}}', [{}]),
+        ('[{"name": "f", "arguments": {"a": 1}},\n {"name": "f"}]', [{"a": 1}, {}]),
+        ('<think>so</think>\n{ "name": "f" }', [{}]),
+        ('<tool_call>{"name": "f"}</tool_call>', [{}]),
+    ],
+)
+def test_an_answer_that_is_a_call_in_json(json_alone, text, calls):
+    answer = read(json_alone, text)
+    assert (arguments(answer), answer.content, answer.finish_reason) == (calls, "", "tool_calls")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann", "age": 5}',
+        '{"name": "f"',
+        '{"name": "f"} and words',
+        '{"weather": "fine"}',
+        "{",
+        "[",
+        "words",
+        "[1]",
+        "",
+    ],
+)
+def test_json_that_is_no_call_is_content(json_alone, text):
+    answer = read(json_alone, text)
+    assert (answer.calls, answer.content) == ([], text)
+    assert read(json_alone, '{"name": "f"}', tools=None).content == '{"name": "f"}'
+
+
+def test_json_that_is_no_call_is_streamed(json_alone):
+    parser = AnswerParser(tools=True, bare="json")
+    assert [part.text for piece in ('{"wea', 'ther"', ': "fi') for part in parser.push(piece)] == [
+        '{"wea',
+        'ther"',
+        ': "fi',
+    ]
+
+
+def test_the_function_form_may_hold_json(tokenizer):
+    assert arguments(read(tokenizer, '<function=f>{"count": 1}</function>')) == [{"count": 1}]
+    assert read(tokenizer, "<function=f>{count}</function>").calls == []
+
+
 def test_a_template_of_the_other_form_takes_bare_functions_for_text(tmp_path):
     json_form = Tokenizer.load(write_tokenizer_model(tmp_path / "tiny.gguf"))
     assert read(json_form, "<function=f></function>").calls == []
@@ -247,7 +304,7 @@ def test_calls_do_not_depend_on_where_the_text_is_cut(seed):
     text = (
         f"a\n{tagged(text='b')}\n<function=f>\n<parameter=text>\n</function>\n</parameter></function></tool_call>\nend"
     )
-    parser, chosen, parts = AnswerParser(tools=True, bare=True), random.Random(seed), []
+    parser, chosen, parts = AnswerParser(tools=True, bare="function"), random.Random(seed), []
     while text:
         length = chosen.randint(1, 9)
         parts += parser.push(text[:length])
