@@ -17,7 +17,8 @@ from typing import NamedTuple
 from toolcalls import CALL, END_CALL, END_FUNCTION, FUNCTION, JSON_STARTS, ToolCall, read_calls
 
 THINK, END_THINK = "<think>", "</think>"
-MARKS = (THINK, END_THINK, CALL, END_CALL)
+CALL_MARKS = (CALL, END_CALL)
+MARKS = (THINK, END_THINK, *CALL_MARKS)
 # What stands for the token of a mark in the text that the parser holds: lone surrogates, which no decoded text has.
 TOKENS = {mark: chr(0xDC80 + index) for index, mark in enumerate(MARKS)}
 _SPELLED = str.maketrans({char: mark for mark, char in TOKENS.items()})

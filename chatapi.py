@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from answertext import MARKS, THINK, AnswerParser, MarkPlaces, Part, StopStrings
+from answertext import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, StopStrings
 from bodyfields import ApiError, BadField, optional, shown
 from chatmessages import Chat, Tools, read_chat_body, read_tools
 from childproc import Done, PromptProgress
@@ -44,6 +44,7 @@ class GenerationRequest:
     thinking: bool = False
     continued: bool = False
     tools: bool = False
+    described: bool = False  # the prompt spells the marks of calls out, so that the model may do so as well
     schemas: dict[str, object] = field(default_factory=dict)
     bare_calls: str = ""
     one_call: bool = False
@@ -80,7 +81,7 @@ def read_chat(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest
     request.reasoning = body.get("reasoning_format") != "none"
     request.thinking = request.reasoning and (chat.thinking or text.rstrip().endswith(THINK))
     request.continued = bool(chat.mark)
-    request.notices = chat.notices
+    request.notices, request.described = chat.notices, bool(chat.notices)
     _set_tools(request, tools, tokenizer)
     return request
 
@@ -212,9 +213,11 @@ class AnswerReader:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
         self._request, self._decoder = request, tokenizer.stream()
-        self._marks = {token_id: mark for mark in MARKS if (token_id := tokenizer.mark_id(mark)) is not None}
+        in_text = CALL_MARKS if request.described else ()
+        self._marks = {tokenizer.mark_id(mark): mark for mark in MARKS if mark not in in_text}
+        self._marks.pop(None, None)
         # A mark that ends the answer as a stop string is looked for like text; the model's own ends are no such.
-        stops = {tokenizer.mark_id(stop) for stop in request.stops} - {None, *tokenizer.end_ids}
+        stops = {tokenizer.mark_id(mark) for mark in (*request.stops, *in_text)} - {None, *tokenizer.end_ids}
         self._shown = frozenset(tokenizer.control_ids - tokenizer.end_ids if request.with_marks else stops)
         self._stops, self._places = StopStrings(request.stops), MarkPlaces()
         self._parser = request.parser(set(self._marks.values()))

@@ -8,6 +8,7 @@ Read next: ``chatapi.py``, which makes GEN lines of these keys.
 """
 
 import secrets
+from collections.abc import Callable
 
 from bodyfields import BadField, number, optional, shown, whole
 
@@ -66,17 +67,19 @@ OFF_FIELDS = (
     " lora image_data images multimodal_data"
 )
 ONE_FIELDS = "typical_p typical typ_p tfs_z tfs guidance_scale cfg_scale num_beams encoder_repetition_penalty do_sample"
-LIMIT_FIELDS = (
-    "min_tokens min_length t_max_predict_ms truncate_prompt_tokens top_n_sigma nsigma adaptive_target id_slot"
-)
-# None of these may be 0, which would be no thinking at all.
-THINKING_FIELDS = "reasoning_budget thinking_budget thinking_budget_tokens thinking_token_budget"
-NEUTRAL = (
-    dict.fromkeys(OFF_FIELDS.split(), OFF)
-    | dict.fromkeys(ONE_FIELDS.split(), (1,))
-    | dict.fromkeys(LIMIT_FIELDS.split(), (0, -1))
-    | dict.fromkeys(THINKING_FIELDS.split(), (-1,))
-    | {"modalities": (["text"], []), "reasoning_format": ("auto", "deepseek", "none")}
+# Off at 0 and below, and below 0; a thinking budget of 0 is no thinking at all.
+LIMIT_FIELDS = "min_tokens min_length t_max_predict_ms truncate_prompt_tokens top_n_sigma nsigma"
+SIGNED_FIELDS = "adaptive_target reasoning_budget thinking_budget thinking_budget_tokens thinking_token_budget"
+NEUTRAL: dict[str, Callable[[object], bool]] = (
+    dict.fromkeys(OFF_FIELDS.split(), lambda value: value in OFF)
+    | dict.fromkeys(ONE_FIELDS.split(), lambda value: value == 1)
+    | dict.fromkeys(LIMIT_FIELDS.split(), lambda value: isinstance(value, int | float) and value <= 0)
+    | dict.fromkeys(SIGNED_FIELDS.split(), lambda value: isinstance(value, int | float) and value < 0)
+    | {
+        "id_slot": lambda value: value in (0, -1),
+        "modalities": lambda value: value in ([], ["text"]),
+        "reasoning_format": lambda value: value in ("auto", "deepseek", "none"),
+    }
 )
 
 
@@ -84,7 +87,7 @@ def refuse_unsupported(body: dict) -> None:
     """Refuse, by its name, each field that would change the answer and cannot be followed."""
     for name in NEUTRAL.keys() & body.keys():
         value = body[name]
-        if value is not None and not any(value == one for one in NEUTRAL[name]):
+        if value is not None and not NEUTRAL[name](value):
             raise BadField(name, f"{shown(value)} is not supported by this engine; leave it out")
     for name in ("n", "best_of"):
         if body.get(name) is not None and whole(name, body[name], 0, MAX_WISH) != 1:

@@ -351,6 +351,13 @@ def test_tokens_of_marks_inside_a_call_are_text_of_it(with_tokens):
     assert arguments(answer) == [{"text": "<think>"}]
 
 
+def test_marks_that_the_prompt_spelled_out_are_read_in_either_way(tmp_path):
+    plain = Tokenizer.load(write_tokenizer_model(tmp_path / "tiny.gguf", TEMPLATE.replace("tools", "others")))
+    text = '<tool_call>{"name": "f"}</tool_call>'
+    assert arguments(read(plain, text)) == arguments(answer_of(plain, spelled(text))) == [{}]
+    assert answer_of(plain, spelled("<think>a</think>")).reasoning == ""
+
+
 def test_a_vocabulary_without_the_tokens_has_its_marks_searched_in_the_text(tmp_path):
     without = Tokenizer.load(write_tokenizer_model(tmp_path / "tiny.gguf", n_marks=3))
     answer = answer_of(without, spelled('<think>so</think>\n<tool_call>{"name": "f"}</tool_call>'))
