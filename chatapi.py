@@ -6,51 +6,21 @@ body that comes through here makes a GEN line that the engine accepts, for any o
 Read next: ``httpfront.py``, which calls this for each request; ``answertext.py``, which cuts answers into parts.
 """
 
-import json
-import math
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from answertext import MARKS, THINK, AnswerParser, Part, StopStrings, ToolCall
+from answertext import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, StopStrings
+from bodyfields import ApiError, BadField, optional, shown
+from chatmessages import Chat, Tools, read_chat_body, read_tools
 from childproc import Done, PromptProgress
+from samplingfields import model_defaults, read_limit, read_sampling, read_stops, refuse_unsupported
 from tokenizer import Tokenizer, TokenizerError
+from toolcalls import ToolCall, bare_form, schemas_of
 
 # Cells that the engine keeps free behind prompt and answer.
 SPARE_CELLS = 8
-MAX_STOPS = 64
-MAX_SEED = 2**64 - 1
-MAX_COUNT = 2**31 - 1
-# The ranges of the GEN line; a request outside them is refused here, where the field has the client's name.
-SAMPLING_RANGES = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repeat_penalty": (0.01, 100.0),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-}
-# Fields that would change the answer and cannot be honoured: silence about them would be a wrong answer.
-UNSUPPORTED = ("logprobs", "top_logprobs", "n_probs", "grammar", "json_schema", "logit_bias", "suffix", "echo", "audio")
-
-
-class ApiError(Exception):
-    """A request that is refused: status, text and type of the error body, and further fields of it."""
-
-    def __init__(self, status: int, message: str, category: str = "", headers: dict[str, str] | None = None, **extra):
-        super().__init__(message)
-        self.status = status
-        self.headers = headers
-        category = category or ("invalid_request_error" if status < 500 else "server_error")
-        self.body = {"error": {"code": status, "message": message, "type": category, **extra}}
-
-
-class BadField(ApiError):
-    """A field of the body that cannot be used."""
-
-    def __init__(self, name: str, text: str):
-        super().__init__(400, f"{name}: {text}", param=name)
 
 
 # --- Reading a body ---
@@ -64,32 +34,62 @@ class GenerationRequest:
     max_new: int
     sampling: dict[str, float | int]
     stops: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    kept: bool = True
     stream: bool = False
     with_usage: bool = False
     with_progress: bool = False
+    with_marks: bool = False
     reasoning: bool = False
     thinking: bool = False
+    continued: bool = False
     tools: bool = False
+    described: bool = False  # the prompt spells the marks of calls out, so that the model may do so as well
+    schemas: dict[str, object] = field(default_factory=dict)
+    bare_calls: str = ""
+    one_call: bool = False
+    legacy_call: bool = False
+    # What was done otherwise than asked, for a header of the answer and the log.
+    notices: tuple[str, ...] = ()
 
     def order(self, end_ids: frozenset[int]) -> str:
         """The GEN line; the answer also stops at ``end_ids``."""
         keys = [f"{name}={value}" for name, value in self.sampling.items()]
-        if end_ids:
-            keys.append(f"stop={','.join(map(str, sorted(end_ids)))}")
-        return " ".join([f"GEN {self.max_new}", *keys, ",".join(map(str, self.ids))])
+        if stop_ids := end_ids | self.stop_ids:
+            keys.append(f"stop={','.join(map(str, sorted(stop_ids)))}")
+        if not self.kept:
+            keys.append("ckpt=0")
+        return " ".join([f"GEN {self.max_new}", *keys, "source=1", ",".join(map(str, self.ids))])
 
-    def parser(self) -> AnswerParser:
-        return AnswerParser(reasoning=self.reasoning, thinking=self.thinking, tools=self.tools)
+    def parser(self, token_marks: set[str]) -> AnswerParser:
+        return AnswerParser(
+            reasoning=self.reasoning,
+            thinking=self.thinking,
+            continued=self.continued,
+            tools=self.tools,
+            schemas=self.schemas,
+            bare=self.bare_calls,
+            token_marks=token_marks,
+        )
 
 
 def read_chat(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest:
     """A chat completion request; raises ApiError."""
-    text = render_chat(body, tokenizer)
-    request = _read_generation(body, _encode(tokenizer, text), n_ctx)
+    chat, tools = read_chat_body(body, tokenizer.chat_template or ""), read_tools(body)
+    text = _rendered(chat, body, tokenizer)
+    request = _read_generation(body, _encode(tokenizer, text), tokenizer, n_ctx)
     request.reasoning = body.get("reasoning_format") != "none"
-    request.thinking = request.reasoning and text.rstrip().endswith(THINK)
-    request.tools = bool(_tools(body))
+    request.thinking = request.reasoning and (chat.thinking or text.rstrip().endswith(THINK))
+    request.continued = bool(chat.mark)
+    request.notices, request.described = chat.notices, bool(chat.notices)
+    _set_tools(request, tools, tokenizer)
     return request
+
+
+def _set_tools(request: GenerationRequest, tools: Tools, tokenizer: Tokenizer) -> None:
+    request.tools, request.schemas = bool(tools.offered), schemas_of(tools.offered)
+    request.one_call, request.legacy_call = tools.one_call, tools.legacy
+    request.bare_calls = bare_form(tokenizer.chat_template or "")
 
 
 def read_completion(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest:
@@ -107,23 +107,24 @@ def read_completion(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationR
             ids += _encode(tokenizer, piece, bos=not ids)
         else:
             ids += check_ids("prompt", [piece], tokenizer)
-    return _read_generation(body, ids, n_ctx)
+    return _read_generation(body, ids, tokenizer, n_ctx)
 
 
 def render_chat(body: dict, tokenizer: Tokenizer) -> str:
     """The messages of a body as the model's own template writes them; raises ApiError."""
-    tools = _tools(body)
-    if tools and "tools" not in (tokenizer.chat_template or ""):
-        raise BadField("tools", "the chat template of this model knows no tools; leave them out or load another model")
-    variables = _optional(body, "chat_template_kwargs", dict, {})
+    return _rendered(read_chat_body(body, tokenizer.chat_template or ""), body, tokenizer)
+
+
+def _rendered(chat: Chat, body: dict, tokenizer: Tokenizer) -> str:
+    variables = optional(body, "chat_template_kwargs", dict, {})
     if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
         raise BadField("chat_template_kwargs", f"{min(reserved)!r} has a field of its own in the body")
-    if effort := _optional(body, "reasoning_effort", str, None):
-        variables = {"reasoning_effort": effort} | variables
-    begin = _optional(body, "add_generation_prompt", bool, True)
-    messages = _messages(body)
+    for name, kind in (("reasoning_effort", str), ("enable_thinking", bool)):
+        if (value := optional(body, name, kind, None)) is not None:
+            variables = {name: value} | variables
+    variables = variables | {"add_generation_prompt": chat.begins}
     try:
-        return tokenizer.render_chat(messages, tools=tools, **(variables | {"add_generation_prompt": begin}))
+        return chat.text(tokenizer.render_chat(chat.messages, tools=chat.tools, **variables))
     except TokenizerError as error:
         raise ApiError(400, str(error)) from error
 
@@ -134,8 +135,8 @@ def check_ids(name: str, ids: object, tokenizer: Tokenizer) -> list[int]:
         raise BadField(name, "expected a list of token ids")
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < tokenizer.n_vocab:
-            shown = json.dumps(token_id)[:40]
-            raise BadField(name, f"{shown} is no token id; ids are whole numbers from 0 to {tokenizer.n_vocab - 1}")
+            least = f"ids are whole numbers from 0 to {tokenizer.n_vocab - 1}"
+            raise BadField(name, f"{shown(token_id)} is no token id; {least}")
     return ids
 
 
@@ -146,165 +147,43 @@ def _encode(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
         raise ApiError(400, str(error)) from error
 
 
-def _optional(body: dict, name: str, kind: type, default):
-    """The value of a field; null is as good as absent."""
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        wanted = {dict: "an object", bool: "true or false", str: "a text", list: "a list"}[kind]
-        raise BadField(name, f"expected {wanted}, found {json.dumps(value)[:40]}")
-    return value
-
-
-def _tools(body: dict) -> list | None:
-    """The tools that the model may call; raises ApiError where a call would have to be forced."""
-    tools, choice = _optional(body, "tools", list, None), body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise BadField("tool_choice", "only 'auto' and 'none' are supported; a call cannot be forced")
-    if not all(isinstance(tool, dict) for tool in tools or []):
-        raise BadField("tools", "expected a list of objects")
-    return tools if tools and choice != "none" else None
-
-
-def _messages(body: dict) -> list[dict]:
-    """The messages in the form that templates are written for: text content, tool arguments as objects."""
-    messages = _optional(body, "messages", list, [])
-    if not messages:
-        raise BadField("messages", "expected a list of messages that is not empty")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _message(name: str, message: object) -> dict:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadField(name, "expected an object with a role")
-    role = "system" if message["role"] == "developer" else message["role"]
-    calls = _optional(message, "tool_calls", list, [])
-    content = message.get("content")
-    if content is None and not calls and role != "assistant":
-        raise BadField(f"{name}.content", "it is missing")
-    message = message | {"role": role, "content": _text_content(f"{name}.content", content)}
-    if calls:
-        message["tool_calls"] = [_past_call(f"{name}.tool_calls", call) for call in calls]
-    return message
-
-
-def _text_content(name: str, content: object) -> str:
-    """The text of a message, from a text or a list of text parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadField(name, "expected a text or a list of parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadField(name, f"a part of type {json.dumps(kind)[:40]}: only text is supported by this engine")
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _past_call(name: str, call: object) -> dict:
-    """A tool call of an earlier turn; its arguments are JSON text on the wire and an object in templates."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadField(name, "expected objects with a function that has a name")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise BadField(name, f"the arguments of {function['name']!r} are not JSON") from None
-    return call | {"function": function | {"arguments": arguments}}
-
-
-def _read_generation(body: dict, ids: list[int], n_ctx: int) -> GenerationRequest:
+def _read_generation(body: dict, ids: list[int], tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest:
     """The fields that all dialects share."""
-    _refuse_unsupported(body)
-    room = n_ctx - SPARE_CELLS - len(ids)
+    refuse_unsupported(body)
     if not ids:
         raise BadField("prompt", "it has no tokens")
-    if room < 1:
-        raise ApiError(
-            400,
-            f"the prompt of {len(ids)} tokens does not fit the context of {n_ctx}, of which {SPARE_CELLS} and one token"
-            " of the answer must stay free; shorten it, or start the engine with a larger --max-context",
-            "exceed_context_size_error",
-            n_prompt_tokens=len(ids),
-            n_ctx=n_ctx,
-        )
-    options = _optional(body, "stream_options", dict, {})
+    limit, room = read_limit(body), n_ctx - SPARE_CELLS - len(ids)
+    if room < (limit != 0):
+        raise exceeds_context(len(ids), n_ctx)
+    options = optional(body, "stream_options", dict, {})
+    defaults, _ = model_defaults(tokenizer.sampling)
     return GenerationRequest(
         ids=ids,
-        max_new=min(_max_new(body) or room, room),
-        sampling=_sampling(body, n_ctx),
-        stops=_stops(body),
-        stream=_optional(body, "stream", bool, False),
-        with_usage=_optional(options, "include_usage", bool, False),
-        with_progress=_optional(body, "return_progress", bool, False),
+        max_new=room if limit is None else min(limit, room),
+        sampling=read_sampling(body, defaults, n_ctx),
+        stops=read_stops(body),
+        stop_ids=frozenset(check_ids("stop_token_ids", optional(body, "stop_token_ids", list, []), tokenizer)),
+        kept=optional(body, "cache_prompt", bool, True),
+        stream=optional(body, "stream", bool, False),
+        with_usage=optional(options, "include_usage", bool, False),
+        with_progress=optional(body, "return_progress", bool, False),
+        with_marks=not optional(body, "skip_special_tokens", bool, True),
     )
 
 
-def _refuse_unsupported(body: dict) -> None:
-    for name in UNSUPPORTED:
-        if body.get(name):
-            raise BadField(name, "it is not supported by this engine; leave it out")
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
-            raise BadField(name, "only one answer a request is supported")
-    wanted = _optional(body, "response_format", dict, {}).get("type", "text")
-    if wanted != "text":
-        raise BadField("response_format", f"{json.dumps(wanted)[:40]} is not supported by this engine, only 'text'")
-
-
-def _max_new(body: dict) -> int | None:
-    """The limit on the answer; None where the field is absent, null, 0 or negative: as long as the context."""
-    for name in ("max_completion_tokens", "max_tokens", "n_predict"):
-        if body.get(name) is not None:
-            return max(_whole(name, body[name]), 0) or None
-    return None
-
-
-def _whole(name: str, value: object) -> int:
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    if type(value) is not int:
-        raise BadField(name, f"{json.dumps(value)[:40]} is not a whole number")
-    return value
-
-
-def _sampling(body: dict, n_ctx: int) -> dict[str, float | int]:
-    """The sampling keys of the GEN line; without a temperature the engine takes the most likely token."""
-    if body.get("repeat_penalty") is None and body.get("repetition_penalty") is not None:
-        body = body | {"repeat_penalty": body["repetition_penalty"]}
-    keys: dict[str, float | int] = {}
-    for name, (low, high) in SAMPLING_RANGES.items():
-        if (value := body.get(name)) is not None:
-            if type(value) not in (int, float) or not (math.isfinite(value) and low <= value <= high):
-                raise BadField(name, f"{json.dumps(value)[:40]} is not a number from {low:g} to {high:g}")
-            keys[name] = float(value)
-    if body.get("top_k") is not None:
-        keys["top_k"] = min(max(_whole("top_k", body["top_k"]), 0), MAX_COUNT)
-    if body.get("repeat_last_n") is not None:
-        last = _whole("repeat_last_n", body["repeat_last_n"])
-        keys["repeat_last_n"] = n_ctx if last < 0 else min(last, n_ctx)
-    seed = -1 if body.get("seed") is None else _whole("seed", body["seed"])
-    if keys.get("temperature"):
-        keys["seed"] = secrets.randbits(31) if seed == -1 else seed & MAX_SEED
-    return keys
-
-
-def _stops(body: dict) -> tuple[str, ...]:
-    stops = body.get("stop")
-    if stops is None:
-        return ()
-    if isinstance(stops, str):
-        stops = [stops]
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops) or len(stops) > MAX_STOPS:
-        raise BadField("stop", f"expected a text or a list of at most {MAX_STOPS} texts")
-    return tuple(stop for stop in stops if stop)
+def exceeds_context(n_prompt: int | None, n_ctx: int) -> ApiError:
+    """The refusal of a prompt that is too long, of as many tokens or (None) of too many to be counted."""
+    what = "the prompt" if n_prompt is None else f"the prompt of {n_prompt} tokens"
+    counted = {} if n_prompt is None else {"n_prompt_tokens": n_prompt}
+    return ApiError(
+        400,
+        # Clients look for the words "exceeds the available context size".
+        f"{what} exceeds the available context size: it does not fit the context of {n_ctx}, of which {SPARE_CELLS} and"
+        " one token of the answer must stay free; shorten it, or start the engine with a larger --max-context",
+        "exceed_context_size_error",
+        **counted,
+        n_ctx=n_ctx,
+    )
 
 
 # --- An answer, token by token ---
@@ -333,45 +212,63 @@ class AnswerReader:
     """Tokens to parts: decoded, cut at stop strings, sorted into content, reasoning and tool calls."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
-        self._decoder = tokenizer.stream()
-        self._shown_marks = frozenset(mark_ids(tokenizer))
-        self._stops = StopStrings(request.stops)
-        self._parser = request.parser()
+        self._request, self._decoder = request, tokenizer.stream()
+        in_text = CALL_MARKS if request.described else ()
+        self._marks = {tokenizer.mark_id(mark): mark for mark in MARKS if mark not in in_text}
+        self._marks.pop(None, None)
+        # A mark that ends the answer as a stop string is looked for like text; the model's own ends are no such.
+        stops = {tokenizer.mark_id(mark) for mark in (*request.stops, *in_text)} - {None, *tokenizer.end_ids}
+        self._shown = frozenset(tokenizer.control_ids - tokenizer.end_ids if request.with_marks else stops)
+        self._stops, self._places = StopStrings(request.stops), MarkPlaces()
+        self._parser = request.parser(set(self._marks.values()))
+        self._calls_ended = False
         self.answer = Answer()
 
     def push(self, token_id: int) -> list[Part]:
         """The parts that one more token completes; none once a stop string was found."""
         self.answer.ids.append(token_id)
-        text = self._decoder.push(token_id, special=token_id in self._shown_marks)
-        return self._take(self._parser.push(self._stops.push(text)))
+        if token_id in self._request.stop_ids:
+            return []
+        if token_id in self._marks:
+            return self._read(self._decoder.flush()) + self._read(self._marks[token_id], is_mark=True)
+        return self._read(self._decoder.push(token_id, special=token_id in self._shown))
 
     def finish(self, done: Done) -> list[Part]:
         """The parts that were held back."""
         self.answer.done = done
-        text = self._stops.push(self._decoder.flush()) + self._stops.flush()
-        return self._take(self._parser.push(text)) + self._take(self._parser.flush())
+        parts = self._read(self._decoder.flush())
+        parts += self._parse(self._stops.flush())
+        parts += self._take(self._parser.push(self._places.flush()))
+        return parts + self._take(self._parser.flush())
 
     @property
     def stopped(self) -> bool:
-        """A stop string was found: nothing further is shown."""
+        """A stop string was found, or the one call that is wanted has come: nothing further is shown."""
         self.answer.stop_word = self._stops.found
-        return self._stops.found is not None
+        return self._stops.found is not None or self._calls_ended
+
+    def _read(self, text: str, *, is_mark: bool = False) -> list[Part]:
+        self._places.add(text, is_mark=is_mark)
+        return self._parse(self._stops.push(text))
+
+    def _parse(self, text: str) -> list[Part]:
+        pieces = self._places.take(text)
+        return [part for piece, is_mark in pieces for part in self._take(self._parser.push(piece, is_mark=is_mark))]
 
     def _take(self, parts: list[Part]) -> list[Part]:
+        taken = []
         for part in parts:
+            if self._calls_ended:
+                break
+            taken.append(part)
             if part.kind == "content":
                 self.answer.content += part.text
             elif part.kind == "reasoning":
                 self.answer.reasoning += part.text
             else:
                 self.answer.calls.append(part.call)
-        return parts
-
-
-def mark_ids(tokenizer: Tokenizer) -> list[int]:
-    """Control tokens that spell the markup of reasoning and tool calls: they are read as text, others are not shown."""
-    spelled = (tokenizer.encode(mark, special=True) for mark in MARKS)
-    return [ids[0] for ids in spelled if len(ids) == 1]
+                self._calls_ended = self._request.one_call
+        return taken
 
 
 # --- What all dialects tell about an answer ---
@@ -428,9 +325,11 @@ class ChatDialect:
         message: dict = {"role": "assistant", "content": answer.content or (None if answer.calls else "")}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        if answer.calls:
+        if answer.calls and self._request.legacy_call:
+            message["function_call"] = _call(answer.calls[0])["function"]
+        elif answer.calls:
             message["tool_calls"] = [_call(call) for call in answer.calls]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason(answer)}
         numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
         return {**self._head, "object": "chat.completion", "choices": [choice], **numbers}
 
@@ -441,17 +340,23 @@ class ChatDialect:
         return [self._event({}, prompt_progress=_progress(event, n_reused, elapsed_ms))]
 
     def part(self, part: Part, ids: list[int]) -> dict:
+        if part.kind == "tool_call" and self._request.legacy_call:
+            return self._event({"function_call": _call(part.call)["function"]})
         if part.kind == "tool_call":
             self._n_calls += 1
             return self._event({"tool_calls": [{"index": self._n_calls - 1, **_call(part.call)}]})
         return self._event({"reasoning_content" if part.kind == "reasoning" else "content": part.text})
 
     def last(self, answer: Answer) -> list[dict]:
-        events = [self._event({}, answer.finish_reason, timings=timings(answer.done))]
+        events = [self._event({}, self._reason(answer), timings=timings(answer.done))]
         if self._request.with_usage:
             numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
             events.append({**self._head, "object": "chat.completion.chunk", "choices": [], **numbers})
         return events
+
+    def _reason(self, answer: Answer) -> str:
+        legacy = answer.finish_reason == "tool_calls" and self._request.legacy_call
+        return "function_call" if legacy else answer.finish_reason
 
     def _event(self, delta: dict, finish_reason: str | None = None, **extra) -> dict:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

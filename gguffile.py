@@ -64,7 +64,15 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFReader:
 
 def tokenizer_metadata(fields) -> dict[str, object]:
     """What a file says of its tokenizer; keys without their `tokenizer.` prefix."""
-    prefix = "tokenizer."
+    return _below("tokenizer.", fields)
+
+
+def sampling_metadata(fields) -> dict[str, object]:
+    """How a file wants its model to be sampled; keys without their `general.sampling.` prefix."""
+    return _below("general.sampling.", fields)
+
+
+def _below(prefix: str, fields) -> dict[str, object]:
     return {key.removeprefix(prefix): field.contents() for key, field in fields.items() if key.startswith(prefix)}
 
 

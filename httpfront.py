@@ -325,8 +325,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, blocks: AsyncIterator[bytes], generation: Generation):
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, blocks: AsyncIterator[bytes], generation: Generation, headers: dict[str, str]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
         self._blocks = blocks
         self._generation = generation
@@ -360,6 +360,7 @@ class Front:
         self._tokenizer: Tokenizer | None = None
         self._restore_refused = False
         self._identity: tuple[str | None, str | None] = (None, None)
+        self._said: set[str] = set()
         self._ready = False
         self._closing: asyncio.Future | None = None
         self.child = EngineChild(command, silence_s=options.silence_s, log=terminal.log, watch=terminal.watch)
@@ -409,6 +410,8 @@ class Front:
         await self._sweep()
         loading = asyncio.to_thread(Tokenizer.load, self._options.model)
         self._tokenizer, _ = await asyncio.gather(loading, self.child.load())
+        for line in chatapi.model_defaults(self._tokenizer.sampling)[1]:
+            self._terminal.log(line)
         if self._options.restore_at_start:
             await self._restore_at_start(self._options.restore_at_start)
         self._ready = True
@@ -491,7 +494,8 @@ class Front:
             name: "" if token_id is None else tokenizer.decode([token_id])
             for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
         }
-        settings = {"id": 0, "n_ctx": self.child.n_ctx, "params": {"temperature": 0.0, "n_predict": -1}}
+        params = chatapi.model_defaults(tokenizer.sampling)[0] | {"n_predict": -1}
+        settings = {"id": 0, "n_ctx": self.child.n_ctx, "params": params}
         return Json(
             {
                 "default_generation_settings": settings,
@@ -655,17 +659,24 @@ class Front:
         body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
         wanted, order = await self._in_thread(lambda: _to_order(read, body, tokenizer, self.child.n_ctx))
         dialect, reader = make_dialect(wanted, self._options.model_id), AnswerReader(wanted, tokenizer)
-        generation = self.child.generate(order)
+        generation, headers = self.child.generate(order), self._notice(wanted)
         if not wanted.stream:
             async with _stopped_on_hang_up(request.receive, generation):
-                return Json(dialect.whole(await _whole_answer(generation, reader)))
+                return Json(dialect.whole(await _whole_answer(generation, reader)), headers=headers)
         try:
             # What goes wrong at once still gets a status of its own; after that the stream has begun.
             first = await generation.next_event(KEEP_ALIVE_S)
         except BaseException:
             generation.stop()
             raise
-        return EventStream(_blocks(generation, first, wanted, dialect, reader), generation)
+        return EventStream(_blocks(generation, first, wanted, dialect, reader), generation, headers)
+
+    def _notice(self, wanted: GenerationRequest) -> dict[str, str]:
+        """The header that says what is done otherwise than asked; the log has it once."""
+        for notice in set(wanted.notices) - self._said:
+            self._terminal.log(notice)
+        self._said.update(wanted.notices)
+        return {"X-Strata-Notice": "; ".join(wanted.notices)} if wanted.notices else {}
 
 
 def _to_order(read: chatapi.ReadBody, body: dict, tokenizer: Tokenizer, n_ctx: int) -> tuple[GenerationRequest, str]:

@@ -175,7 +175,10 @@ class Json(JSONResponse):
 
 
 def json_bytes(content) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    # Plain in JSON, but many readers of lines end one there; JSON itself escapes the others that they know.
+    text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return text.encode("utf-8", "replace")
 
 
 def error_response(error: ApiError) -> Response:

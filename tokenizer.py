@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from gguffile import GgufError, end_token_ids, open_gguf, tokenizer_metadata
+from gguffile import GgufError, end_token_ids, open_gguf, sampling_metadata, tokenizer_metadata
 
 # How a text is cut into words before byte pairs are merged, by the names that converters write into tokenizer.ggml.pre.
 # A model was trained with one of these; another one gives other ids for the same text.
@@ -93,13 +93,15 @@ class Tokenizer:
         self._control = frozenset(i for i, kind in enumerate(self._types) if kind in (UNKNOWN, CONTROL))
         self._missing = frozenset(BYTE_OF[char] for char in BYTE_OF.keys() - set(self._tokens))
         self._plain, self._marked = self._library_pair(metadata.get("ggml.merges") or [], pre)
+        # What the file says below `general.sampling.`: how its model is to be sampled, for whoever answers with it.
+        self.sampling: dict[str, object] = {}
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":
         """The tokenizer in a GGUF file (of a split one: its first part)."""
         try:
             fields = open_gguf(path).fields
-            metadata = tokenizer_metadata(fields)
+            metadata, sampling = tokenizer_metadata(fields), sampling_metadata(fields)
         except GgufError as error:
             raise TokenizerError(str(error)) from error
         except UnicodeDecodeError as error:
@@ -113,9 +115,11 @@ class Tokenizer:
                 " token ids work without it, text does not"
             )
         try:
-            return cls(metadata)
+            tokenizer = cls(metadata)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from error
+        tokenizer.sampling = sampling
+        return tokenizer
 
     def encode(self, text: str, *, special: bool = False, bos: bool = False) -> list[int]:
         """The token ids of a text.
@@ -149,6 +153,19 @@ class Tokenizer:
         if not 0 <= token_id < self.n_vocab:
             raise TokenizerError(f"token id {token_id} is outside the vocabulary of {self.n_vocab}")
         return token_id in self._control
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The tokens that are marks and no text."""
+        return self._control
+
+    def mark_id(self, text: str) -> int | None:
+        """The control or user-defined token that is spelled so, if there is one."""
+        try:
+            token_id = self._marked.token_to_id(text)
+        except UnicodeEncodeError:  # a lone surrogate, which no token has
+            return None
+        return token_id if token_id is not None and self._types[token_id] in (CONTROL, USER_DEFINED) else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; they may be a part of a character."""

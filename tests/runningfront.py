@@ -32,9 +32,12 @@ TEMPLATE = (
 DEADLINE_S = 20.0
 
 
-def write_tokenizer_model(path, template: str | None = TEMPLATE) -> str:
-    """A GGUF file with a tokenizer of the 256 bytes and the scripted child's marks, and nothing else."""
-    marks = scripted_child.MARKS
+def write_tokenizer_model(path, template: str | None = TEMPLATE, *, n_marks: int | None = None, add=None) -> str:
+    """A GGUF file with a tokenizer of the 256 bytes and the scripted child's marks, and nothing else.
+
+    ``n_marks``: only the first of these; ``add`` gets the writer for further keys.
+    """
+    marks = scripted_child.MARKS[:n_marks]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -44,6 +47,8 @@ def write_tokenizer_model(path, template: str | None = TEMPLATE) -> str:
     writer.add_eos_token_id(scripted_child.END_ID)
     if template is not None:
         writer.add_chat_template(template)
+    if add is not None:
+        add(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()

@@ -10,7 +10,7 @@ import scripted_child
 from answertext import AnswerParser, Part, StopStrings
 from chatapi import AnswerReader, ApiError, GenerationRequest
 from childproc import Done, parse_generation_line
-from runningfront import TEMPLATE, write_tokenizer_model
+from runningfront import write_tokenizer_model
 from tokenizer import Tokenizer
 
 N_CTX = 4096
@@ -127,11 +127,14 @@ def refusal(tokenizer, read=chatapi.read_chat, **body) -> str:
     return str(caught.value)
 
 
-def test_a_request_without_wishes_is_greedy_and_as_long_as_the_context(tokenizer):
+def test_a_request_without_wishes_is_sampled_and_as_long_as_the_context(tokenizer):
     words = order(tokenizer)
     n_prompt = len(words[-1].split(","))
     assert words[:2] == ["GEN", str(N_CTX - 8 - n_prompt)]
-    assert words[2:-1] == ["stop=257,258"]
+    keys = dict(word.split("=") for word in words[2:-1])
+    assert keys.pop("seed").isdigit()
+    chosen = {"temperature": "0.8", "top_k": "40", "top_p": "0.95", "min_p": "0.05"}
+    assert keys == {**chosen, "stop": "257,258", "source": "1"}
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,10 @@ def test_a_request_without_wishes_is_greedy_and_as_long_as_the_context(tokenizer
         ({"max_tokens": 5, "max_completion_tokens": 7}, 7),
         ({"n_predict": 9}, 9),
         ({"max_tokens": -1}, None),
-        ({"max_tokens": 0}, None),
+        ({"max_tokens": 0}, 0),
+        ({"max_tokens": None, "n_predict": 0}, 0),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, 0),
+        ({"max_tokens": -0.0}, 0),
         ({"max_tokens": None}, None),
         ({"max_tokens": 10**9}, None),
         ({"max_tokens": 5.0}, 5),
@@ -149,7 +155,7 @@ def test_a_request_without_wishes_is_greedy_and_as_long_as_the_context(tokenizer
 )
 def test_limits_on_the_answer(tokenizer, fields, limit):
     words = order(tokenizer, **fields)
-    assert int(words[1]) == (limit or N_CTX - 8 - len(words[-1].split(",")))
+    assert int(words[1]) == (N_CTX - 8 - len(words[-1].split(",")) if limit is None else limit)
 
 
 def test_sampling_fields_reach_the_order(tokenizer):
@@ -205,7 +211,7 @@ def test_unknown_fields_and_empty_ones_are_ignored(tokenizer):
     fields = {
         "cache_prompt": True,
         "id_slot": 0,
-        "samplers": ["top_k"],
+        "samplers": ["penalties", "dry", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
         "store": False,
         "metadata": {"a": "b"},
         "user": "me",
@@ -220,7 +226,8 @@ def test_unknown_fields_and_empty_ones_are_ignored(tokenizer):
         "response_format": {"type": "text"},
     }
     parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
-    assert order(tokenizer, messages=[{"role": "user", "content": parts}], **fields) == order(tokenizer)
+    messages = [{"role": "user", "content": parts}]
+    assert order(tokenizer, messages=messages, seed=1, **fields) == order(tokenizer, seed=1)
 
 
 def test_parts_of_a_message_are_lines_and_developers_are_the_system(tokenizer):
@@ -241,12 +248,6 @@ def test_tools_and_past_calls_reach_the_template_as_objects(tokenizer):
 def test_thinking_sent_back_reaches_the_template(tokenizer):
     messages = [{"role": "assistant", "content": "yes", "reasoning_content": "so"}]
     assert "<think>\nso\n</think>\n\nyes" in chatapi.render_chat({"messages": messages}, tokenizer)
-
-
-def test_a_template_without_tools_refuses_them(tmp_path):
-    plain = Tokenizer.load(write_tokenizer_model(tmp_path / "plain.gguf", TEMPLATE.replace("tools", "no")))
-    assert "knows no tools" in refusal(plain, tools=[TOOL])
-    assert chatapi.read_chat({"messages": [{"role": "user", "content": "x"}], "tools": []}, plain, N_CTX).ids
 
 
 def test_tool_choice_none_takes_the_tools_away(tokenizer):

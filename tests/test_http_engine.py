@@ -35,7 +35,7 @@ class EngineFront(RunningFront):
 
     def turn(self, ids: list[int], n_new: int = N_NEW, **fields) -> dict:
         """A greedy answer to token ids."""
-        answer = self.post("/completion", {"prompt": ids, "n_predict": n_new, **fields})
+        answer = self.post("/completion", {"prompt": ids, "n_predict": n_new, "temperature": 0, **fields})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -104,13 +104,13 @@ def test_a_restored_conversation_is_used_after_a_kill(front):
 
 def test_a_chat_by_messages_is_reused_up_to_its_last_turn(front):
     """The words of an answer need not give its tokens back, so one turn may have to be read again."""
-    first = front.chat(messages=CHAT, max_tokens=N_NEW).json()
+    first = front.chat(messages=CHAT, max_tokens=N_NEW, temperature=0).json()
     saved = front.save("chat.bin")
     messages = [*CHAT, first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
-    control = front.chat(messages=messages, max_tokens=N_NEW).json()
+    control = front.chat(messages=messages, max_tokens=N_NEW, temperature=0).json()
     front.restart_engine()
     front.restore("chat.bin")
-    answer = front.chat(messages=messages, max_tokens=N_NEW).json()
+    answer = front.chat(messages=messages, max_tokens=N_NEW, temperature=0).json()
     assert answer["choices"] == control["choices"]
     usage = answer["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -118,6 +118,14 @@ def test_a_chat_by_messages_is_reused_up_to_its_last_turn(front):
     assert cached + answer["timings"]["prompt_n"] == usage["prompt_tokens"]
     n_last_turn = len(front.post("/tokenize", {"content": CHAT[-1]["content"]}).json()["tokens"]) + 16
     assert cached >= saved["n_saved"] - N_NEW - n_last_turn > 0
+
+
+def test_a_prompt_that_is_only_read_is_held_for_the_next_turn(front):
+    ids = some_ids(150, 61)
+    front.slot("erase")
+    read = front.turn(ids, 0)
+    assert (read["tokens"], read["stop_type"], read["timings"]["predicted_n"]) == ([], "limit", 0)
+    assert front.turn([*ids, 20, 21], 4)["timings"]["cache_n"] >= len(ids) - 1
 
 
 def test_exactly_the_saved_prompt_again(front):
@@ -389,7 +397,7 @@ def test_the_folder_may_be_a_link_that_is_turned_later(tmp_path):
 def test_a_full_context(tmp_path, front):
     with EngineFront(tmp_path, "--max-context=128") as small:
         ids = some_ids(100, 39)
-        answer = small.turn(ids, 0)
+        answer = small.turn(ids, -1)
         assert len(answer["tokens"]) == 128 - 8 - 100
         n_saved = small.save("full.bin")["n_saved"]
         small.restart_engine()
@@ -403,7 +411,7 @@ def test_a_save_and_a_restore_wait_for_the_stream(front):
     ids = some_ids(60, 41)
     control = front.turn(ids, 200)["tokens"]
     front.save("early.bin")
-    body = {"prompt": ids, "n_predict": 200, "stream": True}
+    body = {"prompt": ids, "n_predict": 200, "temperature": 0, "stream": True}
     for action in ("save", "restore"):
         with front.client.stream("POST", "/completion", json=body) as answer:
             lines = answer.iter_lines()
@@ -418,7 +426,7 @@ def test_a_save_and_a_restore_wait_for_the_stream(front):
 
 def test_a_stopped_answer_can_be_saved_and_continued(front):
     ids = some_ids(40, 43)
-    with front.client.stream("POST", "/completion", json={"prompt": ids, "stream": True}) as answer:
+    with front.client.stream("POST", "/completion", json={"prompt": ids, "temperature": 0, "stream": True}) as answer:
         next(answer.iter_lines())
     front.wait_for(lambda: not front.get("/slots").json()[0]["is_processing"], "the end of the answer")
     n_held = front.held()
@@ -499,7 +507,7 @@ def test_a_crowd(front):
 
 def crowd_act(front, act: str, name: str, ids: list[int]) -> str | None:
     """One request; what was wrong with its answer, if anything was."""
-    body = {"prompt": ids, "n_predict": 8}
+    body = {"prompt": ids, "n_predict": 8, "temperature": 0}
     if act == "turn":
         answer = front.post("/completion", body)
         return None if answer.status_code == 200 and answer.json()["stop"] else answer.text
