@@ -9,27 +9,22 @@ Usage: clients.py --model PATH [--each]
 """
 
 import argparse
-import contextlib
 import os
-import pathlib
-import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import gguf
 import httpx
 import numpy as np
+from ggufcopy import write_copy
+from httpserver import REQUEST_S, ROOT, serving
 from machine import machine_facts
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from gguffile import embedded_model  # noqa: E402
+from gguffile import embedded_model
 
-START_S, REQUEST_S = 600, 600  # a first start compiles kernels
 GOAL = 0.95
 SYSTEM = (
     "You are a patient assistant who answers in a few plain sentences. Say so when you do not know something, name your"
@@ -139,53 +134,17 @@ class Day:
             self.answer(name)
 
 
-@contextlib.contextmanager
-def server(model: str, folder: str) -> Iterator[httpx.Client]:
-    """A client of a server with the defaults, on a port of its own."""
-    command = [sys.executable, str(ROOT / "strata.py"), "--serve", "--http=127.0.0.1:0", f"--model={model}"]
-    log = pathlib.Path(folder) / "log"
-    with open(log, "wb") as stderr, subprocess.Popen(command, stderr=stderr) as process:
-        try:
-            yield _ready_client(process, log)
-        finally:
-            process.terminate()
-
-
-def _ready_client(process: subprocess.Popen, log: pathlib.Path) -> httpx.Client:
-    transport = httpx.HTTPTransport(retries=3)
-    while not (found := re.search(r"listening on (http://\S+)", log.read_text(errors="replace"))):
-        if process.poll() is not None:
-            sys.exit(f"the server ended: {log.read_text(errors='replace')[-500:]}")
-    client = httpx.Client(base_url=found[1], timeout=REQUEST_S, transport=transport)
-    while client.get("/health").status_code != 200:
-        if process.poll() is not None:
-            sys.exit(f"the server ended: {log.read_text(errors='replace')[-500:]}")
-    return client
-
-
 def write_hybrid(path: str) -> str:
     """The small qwen35 of the tests with the embedded model's vocabulary: random weights, and texts as any model's."""
     small = gguf.GGUFReader(ROOT / "tests" / "data" / "model" / "qwen35.gguf")
     words = gguf.GGUFReader(embedded_model())
-    writer, chance = gguf.GGUFWriter(path, "qwen35"), np.random.default_rng(0)
-    for reader, wanted in ((small, "qwen35."), (words, "tokenizer.")):
-        for key, field in reader.fields.items():
-            if key.startswith(wanted):
-                kind, *inner = field.types
-                value = len(words.fields["tokenizer.ggml.tokens"].data) if "vocab" in key else field.contents()
-                writer.add_key_value(key, value, kind, sub_type=inner[0] if inner else None)
-    n_vocab = len(words.fields["tokenizer.ggml.tokens"].data)
-    for tensor in small.tensors:
-        data = tensor.data
-        if tensor.name in ("token_embd.weight", "output.weight"):
-            data = chance.normal(0, 0.3, (n_vocab, int(tensor.shape[0]))).astype(np.float32)
-        raw = None if data.dtype in (np.float32, np.float16) else tensor.tensor_type
-        writer.add_tensor(tensor.name, data, raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    n_vocab, chance = len(words.fields["tokenizer.ggml.tokens"].data), np.random.default_rng(0)
+    tensors = {
+        tensor.name: chance.normal(0, 0.3, (n_vocab, int(tensor.shape[0]))).astype(np.float32)
+        for tensor in small.tensors
+        if tensor.name in ("token_embd.weight", "output.weight")
+    }
+    return write_copy(path, small, {"qwen35.vocab_size": n_vocab}, tensors, words)
 
 
 def main() -> None:
@@ -198,7 +157,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         hybrid = write_hybrid(os.path.join(folder, "hybrid.gguf"))
         for kind, model in (("attention alone", args.model), ("hybrid", hybrid), ("embedded model", embedded_model())):
-            with server(model, folder) as client:
+            with serving(model) as address, httpx.Client(base_url=address, timeout=REQUEST_S) as client:
                 day = Day(client)
                 day.run()
             could, reused = sum(row.could for row in day.rows), sum(min(row.reused, row.could) for row in day.rows)
