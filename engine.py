@@ -414,6 +414,8 @@ class Session:
     def resume(self, request: GenRequest) -> Resumed:
         """Make a timeline hold the longest start of the prompt that anything held offers."""
         self._counters["requests"] += 1
+        if not request.checkpoint:
+            self.settle()
         self._shown = self._shown[:0]  # what the live cache holds is whole, and the rest is read with this prompt
         if not self.engine.options.prompt_cache:
             self.live.forget()
