@@ -111,11 +111,13 @@ class Child:
     # Directives.
 
     def do_accept(self, _) -> None:
-        n_reused, _, ids, _ = self.request
+        n_reused, _, ids, keys = self.request
         self.say(f"RESUME {n_reused}")
         for position in range(min(n_reused + CHUNK, len(ids)), len(ids) + CHUNK, CHUNK):
             self.say(f"PP {min(position, len(ids))} {len(ids)} 1.5 1000.0")
         self.say(f"REUSED {n_reused}")
+        if "source=1" in keys:
+            self.say(f"SOURCE {'live' if n_reused else 'none'} {n_reused} {n_reused}")
 
     def do_text(self, text: str) -> None:
         self.emit(to_ids(text))
@@ -174,7 +176,7 @@ class Child:
 
     def start(self, _) -> None:
         self.say(f"INFO context={N_CTX} kv=fp16 kv_resident=0 backend=cpu")
-        self.say("INFO model=scripted model n_vocab=263 spec=1 conversation_cache_mib=0")
+        self.say("INFO model=scripted n_vocab=263 spec=1 conversation_cache_mib=0")
         self.say("INFO model_fp=00000000000000aa config_fp=00000000000000bb engine=0.1")
         self.say(f"READY {N_CTX} stop")
 
@@ -209,6 +211,22 @@ class Child:
         os.replace(path + ".tmp", path)
         self.note("results", f"{path} {len(self.held)}")
         self.say(f"SAVED {len(self.held)} {len(data)} 12.5")
+
+    def autosave(self, path: str) -> None:
+        try:
+            with open(path, "rb") as file:
+                kept = json.loads(file.read())
+        except FileNotFoundError:
+            kept = []
+        except ValueError:
+            kept = [-1]
+        if self.held and self.held[: len(kept)] != kept:
+            self.say("SERR invalid 0 nothing that is held continues this file")
+            return
+        self.save(path)
+
+    def tokens(self, _) -> None:
+        self.say(f"TOKENS {len(self.held)} {','.join(map(str, self.held))}".rstrip())
 
     def restore(self, path: str) -> None:
         try:

@@ -179,7 +179,7 @@ def test_a_second_signal_ends_at_once_and_the_old_file_stays(make):
     front.chat()
     front.slot("save", "a.bin")
     before = (front.saved / "a.bin").read_bytes()
-    front.script("SAVE", "SWAIT capture 60", "@mark begun", "@deaf")
+    front.script("AUTOSAVE", "SWAIT capture 60", "@mark begun", "@deaf")
     front.signal()
     front.wait_mark("begun")
     front.signal()
