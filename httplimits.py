@@ -192,13 +192,16 @@ class OncePerMinute:
             self._seen[kind] = (since_s, n_left_out + 1)
             return
         self._seen[kind] = (now_s, 0)
-        self._log(line + (f" ({n_left_out} more of these meanwhile)" if n_left_out else ""))
+        for part in (line + (f" ({n_left_out} more of these meanwhile)" if n_left_out else "")).split("\n"):
+            self._log(part)
 
     def on_loop_error(self, loop, context: dict) -> None:
         """For asyncio, which repeats what it cannot do with a traceback each time."""
         error = context.get("exception")
-        kind = (context["message"], type(error), getattr(error, "errno", None))
-        self.log(kind, f"{context['message']}: {error!r}" if error else context["message"])
+        if isinstance(error, OSError):
+            self.log((context["message"], error.errno), f"{context['message']}: {error!r}")
+        else:
+            loop.default_exception_handler(context)
 
 
 class LogHandler(logging.Handler):

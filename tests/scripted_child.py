@@ -12,6 +12,7 @@ printed, but for directives:
     @mark NAME      create FOLDER/NAME
     @wait NAME      wait until FOLDER/NAME exists
     @wait-stop      wait until STOP comes
+    @pause          wait for a moment
     @stderr TEXT    write to stderr
     @raw HEX        write bytes
     @exit N, @die   leave with a status; by SIGKILL
@@ -69,7 +70,7 @@ class Child:
     def read_stdin(self) -> None:
         for line in sys.stdin:
             self.note("verbs", line.rstrip("\n")[:200])
-            if line == "STOP\n":
+            if line.split()[:1] == ["STOP"]:
                 self.stopped.set()
             else:
                 self.lines.put(line.rstrip("\n"))
@@ -153,6 +154,9 @@ class Child:
 
     def do_wait_stop(self, _) -> None:
         self.stopped.wait()
+
+    def do_pause(self, _) -> None:
+        time.sleep(0.02)
 
     def do_stderr(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ MAIN = """
 import json, sys
 sys.path.insert(0, {root!r})
 import httpfront
+{before}
 options = json.loads(sys.argv[1])
 try:
     sys.exit(httpfront.serve(httpfront.FrontOptions(port=0, **options), sys.argv[2:]))
@@ -32,7 +34,8 @@ except httpfront.FrontError as error:
 class Process:
     """A front as a process of its own, over the scripted child."""
 
-    def __init__(self, folder: pathlib.Path, **options):
+    def __init__(self, folder: pathlib.Path, *, before: str = "", descriptors: int | None = None, **options):
+        """``before`` is code that runs in the process ahead of the front."""
         self.folder, self.scripts, self.saved = folder, folder / "scripts", folder / "saved"
         for path in (self.scripts, self.saved):
             path.mkdir(exist_ok=True)
@@ -40,11 +43,14 @@ class Process:
         if not model.exists():
             write_tokenizer_model(model)
         options = {"model": str(model), "slot_save_path": str(self.saved), **options}
-        main = MAIN.format(root=str(pathlib.Path(httpfront.__file__).parent))
+        main = MAIN.format(root=str(pathlib.Path(httpfront.__file__).parent), before=before)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        less = (descriptors or limits[0], limits[1])
         self.process = subprocess.Popen(
             [sys.executable, "-c", main, json.dumps(options), sys.executable, "-S", CHILD, str(self.scripts)],
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, less),  # noqa: PLW1509 - no thread before it
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
