@@ -226,8 +226,11 @@ class EngineChild:
         """Forget the live conversation; returns its number of tokens. Raises NotLoaded, EngineGone or GivenUp."""
         return await asyncio.shield(self._start_job(self._run_erase(given_up)))
 
-    async def tokens(self, given_up: asyncio.Event | None = None) -> list[int]:
-        """The ids of the live conversation, none without a child. Raises EngineGone, EngineRefused or GivenUp."""
+    async def tokens(self, given_up: asyncio.Event | None = None) -> tuple[list[int], int]:
+        """The ids of the live conversation, none without a child, and ``n_changes`` at that time.
+
+        Raises EngineGone, EngineRefused or GivenUp.
+        """
         return await asyncio.shield(self._start_job(self._run_tokens(given_up)))
 
     async def load(self) -> None:
@@ -556,10 +559,10 @@ class EngineChild:
             self._now_holds(0)
             return n_erased
 
-    async def _run_tokens(self, given_up: asyncio.Event | None) -> list[int]:
+    async def _run_tokens(self, given_up: asyncio.Event | None) -> tuple[list[int], int]:
         async with self._my_turn(given_up):
             if self.state != "ready":
-                return []
+                return [], self.n_changes
             pipes = self._loaded_pipes()
             await self._say(pipes, "TOKENS")
             line = await self._hear(pipes)
@@ -569,7 +572,7 @@ class EngineChild:
             if word != "TOKENS":
                 raise out_of_step(line, "not TOKENS")
             try:
-                return await asyncio.to_thread(parse_tokens, rest)
+                return await asyncio.to_thread(parse_tokens, rest), self.n_changes
             except ValueError as error:
                 raise out_of_step(line, str(error)) from error
 

@@ -461,8 +461,8 @@ class Front:
         self._ready_tokenizer()
         given_up = asyncio.Event()
         async with _told_of_hang_up(request.receive, given_up.set):
-            ids = await self.child.tokens(given_up)
-        return Json(await asyncio.to_thread(conversation, ids, self._tokenizer))
+            ids, n_changes = await self.child.tokens(given_up)
+        return Json(await asyncio.to_thread(conversation, ids, self._tokenizer) | {"n_changes": n_changes})
 
     # Saved sessions.
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 # For the orderly way: a killed child, answers on their way, a last line in the log.
-FORCED_AFTER_S = 3.0
+FORCED_AFTER_S = 1.5
 EXIT_FORCED = 1
 
 
