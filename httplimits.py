@@ -25,6 +25,8 @@ MAX_CONNECTIONS = 2048
 # Connections that asyncio takes in one go, before the first of them can be refused.
 ACCEPT_BATCH = 32
 REPEAT_S = 60.0
+# Kinds of lines that are remembered; a peer that could make up kinds would fill the memory.
+MAX_KINDS = 1000
 CROWD_RETRY_S = 5
 
 
@@ -191,6 +193,8 @@ class OncePerMinute:
         if now_s - since_s < REPEAT_S:
             self._seen[kind] = (since_s, n_left_out + 1)
             return
+        if len(self._seen) >= MAX_KINDS:
+            self._seen.clear()
         self._seen[kind] = (now_s, 0)
         for part in (line + (f" ({n_left_out} more of these meanwhile)" if n_left_out else "")).split("\n"):
             self._log(part)

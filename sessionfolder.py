@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from printable import one_line
+
 MAX_NAME_BYTES = 200
 NOT_IN_NAMES = frozenset('/\\:*?"<>|')
 # Names that mean a device on Windows, whatever follows the first dot.
@@ -197,7 +199,7 @@ def _entry(name: str, status: os.stat_result, saved: SavedSession, model: str | 
         "modified": status.st_mtime,
         "match": same((saved.model, model), (saved.config, config)),
         "model_match": same((saved.model, model)),
-        "problem": saved.problem,
+        "problem": saved.problem and one_line(saved.problem),
     }
 
 

@@ -230,7 +230,7 @@ def test_a_file_that_was_refused_at_start_is_not_overwritten_at_exit(make, tmp_p
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "a.bin").write_text("another model's conversation")
     front = make(restore_at_start="a.bin", save_at_exit="a.bin").wait_ready()
-    assert "'a.bin' was not restored" in front.log
+    front.wait_for(lambda: "'a.bin' was not restored" in front.log, "the line in the log")
     front.chat()
     front.signal()
     assert front.wait() == 0

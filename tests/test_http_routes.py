@@ -660,6 +660,12 @@ def test_a_folder_full_of_files_is_looked_into_once(tmp_path):
     assert folder.listing(None, None)["data"][0]["match"] is None
 
 
+def test_what_is_wrong_with_a_file_is_told_on_one_line(tmp_path):
+    (tmp_path / "a.bin").touch()
+    folder = sessionfolder.SessionFolder(str(tmp_path), lambda path: sessionfolder.SavedSession(problem="a\x1b[2J\nb"))
+    assert folder.listing(None, None)["data"][0]["problem"] == "a\\x1b[2J b"
+
+
 def test_what_killed_saves_left_is_swept(tmp_path):
     unfinished = [".a.bin.0123456789abcdef.tmp", ".日本.fedcba9876543210.tmp"]
     kept = ["a.bin", ".a.bin.tmp", ".a.bin.0123456789ABCDEF.tmp", "a.bin.0123456789abcdef.tmp"]

@@ -61,7 +61,7 @@ ALLOWED = {
     "httpstatus": {"childproc"},
     "httpconversation": {"answertext", "tokenizer"},
     "httpsignals": set(),
-    "sessionfolder": {"sessionfile"},
+    "sessionfolder": {"printable", "sessionfile"},
     "httpoptions": {"httpguard", "printable", "sessionfolder"},
     "httpserver": {"childproc", "httplimits", "printable", "tokenizer"},
     "httpfront": {
