@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from printable import one_line
 
+SOURCES = ("live", "checkpoint", "parked", "store", "none")
 SESSION_KINDS = ("invalid", "storage", "memory", "io")
 ALLOWANCE_S = range(1, 3601)
 # What the child says for the log alone, in the middle of an exchange too.
@@ -204,6 +205,12 @@ def _word(word: str) -> str:
     return word
 
 
+def _source(word: str) -> str:
+    if word not in SOURCES:
+        raise ValueError(f"{word[:40]!r} is no source of held tokens")
+    return word
+
+
 def _finish(word: str) -> str:
     if word not in ("stop", "length", "cancel"):
         raise ValueError(f"{word[:40]!r} is no way to finish")
@@ -215,7 +222,7 @@ _GEN_LINES = {
     "RESUME": (Resume, (_count,)),
     "PP": (PromptProgress, (_count, _count, _real, _real)),
     "REUSED": (None, (_count,)),
-    "SOURCE": (Source, (_word, _count, _count)),
+    "SOURCE": (Source, (_source, _count, _count)),
     "T": (Token, (_count,)),
     "DONE": (Done, _DONE_FIELDS),
 }

@@ -16,6 +16,7 @@ from printable import one_line
 
 # The longest answer line: a million token ids of the live conversation.
 LINE_LIMIT_BYTES = 16 << 20
+LOG_LINE_LIMIT_BYTES = 1 << 20
 # Lines that a child may be ahead of us; beyond that the pipe blocks it.
 LINES_AHEAD = 1024
 # How long a child may take to leave after QUIT, or after it said FATAL.
@@ -84,7 +85,7 @@ class ChildPipes:
     async def _pump_stderr(self) -> None:
         rest = b""
         while chunk := await self._process.stderr.read(1 << 16):
-            *lines, rest = (rest + chunk)[-LINE_LIMIT_BYTES:].split(b"\n")
+            *lines, rest = (rest + chunk)[-LOG_LINE_LIMIT_BYTES:].split(b"\n")
             for line in lines:
                 self._hear(line)
         self._hear(rest)

@@ -92,7 +92,7 @@ class Generation:
     def __init__(self):
         self._events: asyncio.Queue = asyncio.Queue()
         self.given_up = asyncio.Event()
-        self.keep: int | None = None
+        self.n_kept: int | None = None
 
     def stop(self, keep: int | None = None) -> None:
         """Nobody wants the rest: a child that has begun is told, a turn that has not come is skipped.
@@ -100,7 +100,7 @@ class Generation:
         With ``keep``, the conversation held afterwards ends behind so many tokens of the answer.
         """
         if not self.stopped:
-            self.keep = keep
+            self.n_kept = keep
         self.given_up.set()
 
     @property
@@ -226,12 +226,9 @@ class EngineChild:
         """Forget the live conversation; returns its number of tokens. Raises NotLoaded, EngineGone or GivenUp."""
         return await asyncio.shield(self._start_job(self._run_erase(given_up)))
 
-    async def tokens(self, given_up: asyncio.Event | None = None) -> tuple[list[int], int]:
-        """The ids of the live conversation, none without a child, and ``n_changes`` at that time.
-
-        Raises EngineGone, EngineRefused or GivenUp.
-        """
-        return await asyncio.shield(self._start_job(self._run_tokens(given_up)))
+    async def held_tokens(self, given_up: asyncio.Event | None = None) -> list[int]:
+        """The ids of the live conversation, none without a child. Raises EngineGone, EngineRefused or GivenUp."""
+        return await asyncio.shield(self._start_job(self._run_held_tokens(given_up)))
 
     async def load(self) -> None:
         """Start the child if it does not run; raises EngineGone when it does not come up."""
@@ -483,12 +480,12 @@ class EngineChild:
         await generation.given_up.wait()
         # When the child cannot take it, the reader of its lines finds out how it ended.
         with contextlib.suppress(EngineGone):
-            keep = "" if generation.keep is None else f" {generation.keep}"
+            keep = "" if generation.n_kept is None else f" {generation.n_kept}"
             await pipes.write_line(f"STOP{keep}", self._silence_s)
 
     def _count_generation(self, done: Done, generation: Generation, keeps: bool) -> None:
         if keeps:
-            self._now_holds(_held_after(done, generation.keep))
+            self._now_holds(_held_after(done, generation.n_kept))
         self.totals.n_prompt_read += done.n_prompt_read
         self.totals.prompt_ms += done.prompt_ms
         self.totals.n_generated += done.n_generated
@@ -559,10 +556,10 @@ class EngineChild:
             self._now_holds(0)
             return n_erased
 
-    async def _run_tokens(self, given_up: asyncio.Event | None) -> tuple[list[int], int]:
+    async def _run_held_tokens(self, given_up: asyncio.Event | None) -> list[int]:
         async with self._my_turn(given_up):
             if self.state != "ready":
-                return [], self.n_changes
+                return []
             pipes = self._loaded_pipes()
             await self._say(pipes, "TOKENS")
             line = await self._hear(pipes)
@@ -572,7 +569,7 @@ class EngineChild:
             if word != "TOKENS":
                 raise out_of_step(line, "not TOKENS")
             try:
-                return await asyncio.to_thread(parse_tokens, rest), self.n_changes
+                return await asyncio.to_thread(parse_tokens, rest)
             except ValueError as error:
                 raise out_of_step(line, str(error)) from error
 

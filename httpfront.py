@@ -461,7 +461,7 @@ class Front:
         self._ready_tokenizer()
         given_up = asyncio.Event()
         async with _told_of_hang_up(request.receive, given_up.set):
-            ids, n_changes = await self.child.tokens(given_up)
+            ids, n_changes = await self.child.held_tokens(given_up), self.child.n_changes
         return Json(await asyncio.to_thread(conversation, ids, self._tokenizer) | {"n_changes": n_changes})
 
     # Saved sessions.

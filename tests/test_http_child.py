@@ -299,7 +299,7 @@ def test_a_stop_may_say_how_much_is_to_be_kept(front):
     assert front.verbs()[-1] == "STOP 4"
     assert held(front) == 2 + 4
     run_on(front, lambda: generation.stop())
-    assert generation.keep == 4
+    assert generation.n_kept == 4
 
 
 def run_on(front, work):
