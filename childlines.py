@@ -107,6 +107,12 @@ class Token(NamedTuple):
     id: int
 
 
+class Held(NamedTuple):
+    """The length of the conversation that is held when the request is over; it comes before Done."""
+
+    n_tokens: int
+
+
 class Done(NamedTuple):
     """The end of a generation, its fields in the order of the DONE line."""
 
@@ -224,11 +230,12 @@ _GEN_LINES = {
     "REUSED": (None, (_count,)),
     "SOURCE": (Source, (_source, _count, _count)),
     "T": (Token, (_count,)),
+    "HELD": (Held, (_count,)),
     "DONE": (Done, _DONE_FIELDS),
 }
 
 
-Event = Resume | PromptProgress | Source | Token | Done
+Event = Resume | PromptProgress | Source | Token | Held | Done
 
 
 def parse_generation_line(line: str) -> Event | None:

@@ -26,6 +26,7 @@ from childlines import (
     FileGone,
     FileThere,
     GivenUp,
+    Held,
     ModelChanged,
     NotLoaded,
     PromptProgress,
@@ -93,6 +94,7 @@ class Generation:
         self._events: asyncio.Queue = asyncio.Queue()
         self.given_up = asyncio.Event()
         self.n_kept: int | None = None
+        self.told = False  # the child was asked to stop, in time or not
 
     def stop(self, keep: int | None = None) -> None:
         """Nobody wants the rest: a child that has begun is told, a turn that has not come is skipped.
@@ -445,7 +447,7 @@ class EngineChild:
             self.request.running = False
 
     async def _read_generation(self, pipes: ChildPipes, generation: Generation, *, keeps: bool) -> None:
-        stopper = None
+        stopper, held = None, None
         try:
             while True:
                 line = await self._hear(pipes)
@@ -455,8 +457,12 @@ class EngineChild:
                 if stopper is None:
                     # Not before: a STOP that arrives ahead of its request is dropped as stale.
                     stopper = asyncio.create_task(self._pass_stop(pipes, generation))
+                if isinstance(event, Held):
+                    held = event
                 if isinstance(event, Done):
-                    self._count_generation(event, generation, keeps)
+                    self._count_generation(event)
+                    if held or keeps:
+                        self._now_holds(_held_after(event, held, generation))
                 if event is not None:
                     self.request.note(event)
                     generation.put(event)
@@ -480,12 +486,11 @@ class EngineChild:
         await generation.given_up.wait()
         # When the child cannot take it, the reader of its lines finds out how it ended.
         with contextlib.suppress(EngineGone):
+            generation.told = True
             keep = "" if generation.n_kept is None else f" {generation.n_kept}"
             await pipes.write_line(f"STOP{keep}", self._silence_s)
 
-    def _count_generation(self, done: Done, generation: Generation, keeps: bool) -> None:
-        if keeps:
-            self._now_holds(_held_after(done, generation.n_kept))
+    def _count_generation(self, done: Done) -> None:
         self.totals.n_prompt_read += done.n_prompt_read
         self.totals.prompt_ms += done.prompt_ms
         self.totals.n_generated += done.n_generated
@@ -574,11 +579,15 @@ class EngineChild:
                 raise out_of_step(line, str(error)) from error
 
 
-def _held_after(done: Done, keep: int | None) -> int:
-    """Tokens held behind a request: a part of the prompt, or all of it and the answer less its last token."""
-    if not done.n_generated:
+def _held_after(done: Done, held: Held | None, generation: Generation) -> int:
+    """Tokens held behind a request: as many as the child says, else what it read, and wrote but for its last token."""
+    if held:
+        n_held = held.n_tokens
+    elif done.n_generated:
+        n_held = done.n_prompt + done.n_generated - 1
+    else:
         return done.n_reused + done.n_prompt_read
-    n_answered = done.n_generated - 1
-    if keep is not None and done.finish == "cancel":
-        n_answered = min(keep, n_answered)
-    return done.n_prompt + n_answered
+    if generation.told and generation.n_kept is not None:
+        # One that came too late for the child's words cuts the conversation all the same.
+        n_held = min(n_held, done.n_prompt + generation.n_kept)
+    return n_held

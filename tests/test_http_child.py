@@ -290,6 +290,18 @@ def test_a_request_that_keeps_nothing_leaves_what_is_held(front):
     assert held(front) == before
 
 
+def test_what_the_engine_says_to_hold_is_what_is_shown(front):
+    front.chat("hello")
+    for finish in ("cancel", "length"):
+        front.script(
+            "GEN", "RESUME 0", "REUSED 0", "T 104", "HELD 77", f"DONE 1 50 1 1 {finish} 0 0 0 0 0 0 0 0.0 50 0"
+        )
+        front.chat()
+        assert held(front) == 77
+    front.script("GEN", "RESUME 0", "REUSED 0", "HELD x")
+    refused(front.chat(), 500, "out of step")
+
+
 def test_a_stop_may_say_how_much_is_to_be_kept(front):
     front.script("GEN", "@accept", "@text abcdef", "@mark begun", "@wait-stop", "@done")
     generation = run_on(front, lambda: front.front.child.generate("GEN 50 104,105"))
