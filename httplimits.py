@@ -38,7 +38,7 @@ class Limits:
     head_s: float = 20.0
     # A body has this long, and a second more for each so many bytes that came: a trickle ends, a slow line does not.
     body_s: float = 20.0
-    body_bytes_per_s: int = 16 << 10
+    body_bytes_per_s: int = 4 << 10
     # Idle connections of clients that pool them; the client should be the one that closes first.
     idle_s: int = 75
     # An answer of which nothing was taken for so long has no reader.
