@@ -389,7 +389,7 @@ async function refresh() {
 function busy() {
   el("send").hidden = running !== null;
   el("stop").hidden = running === null;
-  for (const button of document.querySelectorAll("aside button, #fresh"))
+  for (const button of document.querySelectorAll("aside button, .offer button, #fresh"))
     button.disabled = operating || running !== null;
 }
 
