@@ -1,313 +1,90 @@
 """The engine as a child process: started, spoken to in verbs, checked line by line, ended, started again.
 
-Owns the pipes, the turn (one request at a time, in order of arrival), the limits on silence, and what the child was
+Owns the turn (one request at a time, in order of arrival), the limits on silence, and what the child was
 last heard to hold. Refuses to know HTTP, text and the engine itself: it sees lines only.
 
 Invariant: there is never more than one child, and one caught out of step is ended before anyone else is served.
 
-Read next: ``httpfront.py``, which turns requests into these calls.
+Read next: ``childlines.py`` for the lines, ``httpfront.py``, which turns requests into these calls.
 """
 
 import asyncio
 import contextlib
-import math
-import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
-# The longest answer line: STATS with thousands of checkpoints stays far below it.
-LINE_LIMIT_BYTES = 1 << 20
-# Lines that a child may be ahead of us; beyond that the pipe blocks it.
-LINES_AHEAD = 1024
+from childlines import (
+    LOG_WORDS,
+    Busy,
+    ChildError,
+    Done,
+    Ending,
+    EngineGone,
+    EngineRefused,
+    Event,
+    FileGone,
+    FileThere,
+    GivenUp,
+    Held,
+    ModelChanged,
+    NotLoaded,
+    PromptProgress,
+    RequestFailed,
+    RequestProgress,
+    Resume,
+    SessionDone,
+    SessionProgress,
+    SessionRefused,
+    Source,
+    Token,
+    Totals,
+    advance,
+    begin_phase,
+    in_step,
+    out_of_step,
+    parse_erased,
+    parse_generation_line,
+    parse_info,
+    parse_ready,
+    parse_session_end,
+    parse_tokens,
+)
+from childpipes import LEAVE_GRACE_S, ChildPipes
+from printable import one_line
+
+__all__ = [
+    "Busy",
+    "ChildError",
+    "Done",
+    "Ending",
+    "EngineChild",
+    "EngineGone",
+    "EngineRefused",
+    "FileGone",
+    "FileThere",
+    "Generation",
+    "GivenUp",
+    "ModelChanged",
+    "NotLoaded",
+    "PromptProgress",
+    "RequestFailed",
+    "Resume",
+    "SessionDone",
+    "SessionProgress",
+    "SessionRefused",
+    "Source",
+    "Token",
+    "parse_generation_line",
+]
+
 # Loading says nothing before READY, and a large model on a slow disk takes minutes.
 LOAD_LIMIT_S = 3600.0
-# How long a child may take to leave after QUIT, or after it said FATAL.
-LEAVE_GRACE_S = 5.0
-SESSION_KINDS = ("invalid", "storage", "memory", "io")
-ALLOWANCE_S = range(1, 3601)
-
-_INFO_PAIR = re.compile(r"(?:^| )(\w+)=(.*?)(?= \w+=|$)")
-
-
-class ChildError(Exception):
-    """Why a call to the engine child brought no result; ``str()`` is meant for the client."""
-
-
-class EngineGone(ChildError):
-    """The child ended, fell silent, left the protocol or could not be started; what it held is lost."""
-
-
-class EngineRefused(ChildError):
-    """The child answered ``ERR``: the request was not carried out and nothing changed."""
-
-
-class NotLoaded(ChildError):
-    """The call is not worth loading the model for, and no model is loaded."""
-
-
-class Ending(ChildError):
-    """The server is ending and takes no further request."""
-
-
-class Busy(ChildError):
-    """Another request has the turn."""
-
-
-class SessionRefused(ChildError):
-    """The child answered ``SERR``: the conversation is as before, and the file too unless ``published``."""
-
-    def __init__(self, kind: str, published: bool, reason: str):
-        super().__init__(reason)
-        self.kind = kind
-        self.published = published
-
-
-class Resume(NamedTuple):
-    """A generation was accepted; so many tokens of its prompt are held already."""
-
-    n_reused: int
-
-
-class PromptProgress(NamedTuple):
-    """A chunk of the prompt was read."""
-
-    position: int
-    n_prompt: int
-    ms: float
-    tokens_per_s: float
-
-
-class Token(NamedTuple):
-    """One token of the answer."""
-
-    id: int
-
-
-class Done(NamedTuple):
-    """The end of a generation, its fields in the order of the DONE line."""
-
-    n_generated: int
-    n_prompt: int
-    prompt_ms: float
-    decode_ms: float
-    finish: str
-    n_drafts_accepted: int
-    n_drafts_offered: int
-    n_reused: int
-    n_cache_hits: int
-    n_cache_lookups: int
-    n_ram_blobs: int
-    n_file_blobs: int
-    file_mb: float
-    n_prompt_read: int
-    n_experts_over_pcie: int
-
-
-class SessionDone(NamedTuple):
-    """A save or a restore that succeeded."""
-
-    n_tokens: int
-    size_bytes: int
-    ms: float
-
-
-@dataclass
-class SessionProgress:
-    """How far the running save or restore is."""
-
-    action: str
-    filename: str
-    phase: str = ""
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-
-@dataclass
-class Totals:
-    """What the child did since the front started; the counters of ``GET /metrics``."""
-
-    n_starts: int = 0
-    n_prompt_read: int = 0
-    prompt_ms: float = 0.0
-    n_generated: int = 0
-    decode_ms: float = 0.0
-    n_cached: int = 0
-    n_saved: int = 0
-    n_restored: int = 0
-    n_session_failed: int = 0
-
-
-def _count(word: str) -> int:
-    """A count as the protocol writes it: plain ASCII digits, at most 18 of them."""
-    if not (word.isascii() and word.isdigit() and len(word) <= 18):
-        raise ValueError(f"{word[:40]!r} is no count")
-    return int(word)
-
-
-def _real(word: str) -> float:
-    value = float(word)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{word[:40]!r} is no finite number from 0 on")
-    return value
-
-
-def _finish(word: str) -> str:
-    if word not in ("stop", "length", "cancel"):
-        raise ValueError(f"{word[:40]!r} is no way to finish")
-    return word
-
-
-_DONE_FIELDS = (_count, _count, _real, _real, _finish, *[_count] * 7, _real, _count, _count)
-_GEN_LINES = {
-    "RESUME": (Resume, (_count,)),
-    "PP": (PromptProgress, (_count, _count, _real, _real)),
-    "REUSED": (None, (_count,)),
-    "T": (Token, (_count,)),
-    "DONE": (Done, _DONE_FIELDS),
-}
-
-
-def parse_generation_line(line: str) -> Resume | PromptProgress | Token | Done | None:
-    """One line of a running generation; None for one that repeats what RESUME said. Raises ValueError."""
-    word, _, rest = line.partition(" ")
-    if word not in _GEN_LINES:
-        raise ValueError("not a line of a generation")
-    record, readers = _GEN_LINES[word]
-    fields = rest.split(" ")
-    if len(fields) != len(readers):
-        raise ValueError(f"{len(fields)} fields instead of {len(readers)}")
-    values = [read(field) for read, field in zip(readers, fields, strict=True)]
-    return record(*values) if record else None
-
-
-def parse_session_end(line: str, success: str) -> SessionDone:
-    """The last line of a save or restore; raises SessionRefused for ``SERR`` and ValueError for anything else."""
-    word, _, rest = line.partition(" ")
-    if word == "SERR":
-        kind, published, reason = rest.split(" ", 2)
-        if kind not in SESSION_KINDS or published not in ("0", "1"):
-            raise ValueError("unknown kind of failure")
-        raise SessionRefused(kind, published == "1", reason)
-    if word != success:
-        raise ValueError(f"neither a line of progress nor {success}")
-    n_tokens, size_bytes, ms = rest.split(" ")
-    return SessionDone(_count(n_tokens), _count(size_bytes), _real(ms))
-
-
-class ChildPipes:
-    """One run of the engine process: lines out, lines in, its last words, its end."""
-
-    def __init__(self, process: asyncio.subprocess.Process, log: Callable[[str], None]):
-        self._process = process
-        self._log = log
-        self._lines: asyncio.Queue[str | EngineGone] = asyncio.Queue(LINES_AHEAD)
-        self._last_words = ""
-        self.gone = False
-        self._pumps = [asyncio.create_task(self._pump_stdout()), asyncio.create_task(self._pump_stderr())]
-
-    @classmethod
-    async def spawn(cls, command: Sequence[str], log: Callable[[str], None]) -> "ChildPipes":
-        """Start the process; a session of its own keeps the terminal's Ctrl-C from ending it before it has saved."""
-        pipe = asyncio.subprocess.PIPE
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_LIMIT_BYTES, start_new_session=True
-            )
-        except OSError as error:
-            raise EngineGone(f"the engine could not be started: {error}") from error
-        return cls(process, log)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def ahead(self) -> bool:
-        """The child said something that nobody asked for."""
-        return not self._lines.empty()
-
-    async def _pump_stdout(self) -> None:
-        stream = self._process.stdout
-        while True:
-            try:
-                raw = await stream.readuntil(b"\n")
-                line = raw[:-1].removesuffix(b"\r").decode()
-            except asyncio.IncompleteReadError:
-                break
-            except (asyncio.LimitOverrunError, UnicodeDecodeError) as error:
-                await self._lines.put(EngineGone(f"the engine is out of step: a line that cannot be read ({error})"))
-                return
-            await self._lines.put(line)
-        self.gone = True
-        await self._lines.put(EngineGone("the engine ended"))
-
-    async def _pump_stderr(self) -> None:
-        rest = b""
-        while chunk := await self._process.stderr.read(1 << 16):
-            *lines, rest = (rest + chunk)[-LINE_LIMIT_BYTES:].split(b"\n")
-            for line in lines:
-                self._hear(line)
-        self._hear(rest)
-
-    def _hear(self, raw: bytes) -> None:
-        line = raw.decode(errors="replace")
-        if line.strip():
-            self._last_words = line.strip()[:500]
-            self._log(line)
-
-    async def read_line(self, limit_s: float) -> str:
-        """The next line; raises EngineGone when the child ended, wrote garbage or was silent for ``limit_s``."""
-        try:
-            async with asyncio.timeout(limit_s):
-                line = await self._lines.get()
-        except TimeoutError:
-            raise EngineGone(f"the engine was silent for {limit_s:g} s") from None
-        if isinstance(line, EngineGone):
-            raise await self._how_it_ended(line)
-        return line
-
-    async def _how_it_ended(self, error: EngineGone) -> EngineGone:
-        """``error`` with the exit status and the last words, where the child has left."""
-        if not self.gone:
-            return error
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_GRACE_S):
-                await asyncio.gather(self._process.wait(), asyncio.shield(self._pumps[1]))
-        status = self._process.returncode
-        how = "" if status is None else f" by signal {-status}" if status < 0 else f" with exit status {status}"
-        return EngineGone(f"{error}{how}" + (f": {self._last_words}" if self._last_words else ""))
-
-    async def write_line(self, text: str, limit_s: float) -> None:
-        """Hand over one line; raises EngineGone when the child does not take it within ``limit_s``."""
-        try:
-            self._process.stdin.write(text.encode() + b"\n")
-            async with asyncio.timeout(limit_s):
-                await self._process.stdin.drain()
-        except TimeoutError:
-            raise EngineGone(f"the engine took no input for {limit_s:g} s") from None
-        except OSError:
-            raise await self._how_it_ended(EngineGone("the engine ended")) from None
-
-    async def end(self, grace_s: float = 0.0) -> None:
-        """Close its stdin, wait ``grace_s`` for it to leave, then kill it; returns when it is gone for good."""
-        self.gone = True
-        self._process.stdin.close()
-        if grace_s and self._process.returncode is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self._process.wait()
-        self.kill()
-        await self._process.wait()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-    def kill(self) -> None:
-        """SIGKILL: session files are published by a rename, so that no moment is a bad one."""
-        with contextlib.suppress(ProcessLookupError):
-            if self._process.returncode is None:
-                self._process.kill()
+# A model file that changes while it is loaded is loaded again; one that changes each time cannot be used.
+LOAD_TRIES = 3
+VERBS = {"save": ("SAVE", "SAVED"), "restore": ("RESTORE", "RESTORED"), "autosave": ("AUTOSAVE", "SAVED")}
+# Failures after which the child is where it was: nothing was begun, or what was begun is over.
+UNHARMED = (Ending, EngineRefused, RequestFailed, GivenUp, FileGone, FileThere, ModelChanged, NotLoaded, SessionRefused)
 
 
 class Generation:
@@ -315,23 +92,27 @@ class Generation:
 
     def __init__(self):
         self._events: asyncio.Queue = asyncio.Queue()
-        self._stop = asyncio.Event()
+        self.given_up = asyncio.Event()
+        self.n_kept: int | None = None
+        self.told = False  # the child was asked to stop, in time or not
 
-    def stop(self) -> None:
-        """Nobody wants the rest: a child that has begun is told, a turn that has not come is skipped."""
-        self._stop.set()
+    def stop(self, keep: int | None = None) -> None:
+        """Nobody wants the rest: a child that has begun is told, a turn that has not come is skipped.
+
+        With ``keep``, the conversation held afterwards ends behind so many tokens of the answer.
+        """
+        if not self.stopped:
+            self.n_kept = keep
+        self.given_up.set()
 
     @property
     def stopped(self) -> bool:
-        return self._stop.is_set()
+        return self.given_up.is_set()
 
-    async def wait_stopped(self) -> None:
-        await self._stop.wait()
-
-    def put(self, event: Resume | PromptProgress | Token | Done | ChildError) -> None:
+    def put(self, event: Event | ChildError) -> None:
         self._events.put_nowait(event)
 
-    async def next_event(self, limit_s: float | None = None) -> Resume | PromptProgress | Token | Done | None:
+    async def next_event(self, limit_s: float | None = None) -> Event | None:
         """The next event, None when there was none for ``limit_s``; after Done there is no further one.
 
         Raises the ChildError that ended the request.
@@ -350,7 +131,8 @@ class EngineChild:
     """The engine behind pipes, for any number of callers: they queue, one has the turn.
 
     ``command`` starts the engine; ``log`` gets each line of its stderr, ``watch`` is called whenever ``progress``
-    changed.
+    changed. ``identify`` tells one state of the model file from another; ``loaded`` is awaited after each start, with
+    what it said, before anything is asked of the new child.
     """
 
     def __init__(
@@ -360,11 +142,16 @@ class EngineChild:
         silence_s: float = 300.0,
         log: Callable[[str], None] = print,
         watch: Callable[[SessionProgress | None], None] = lambda progress: None,
+        identify: Callable[[], object] = lambda: None,
+        loaded: Callable[[object], Awaitable[None]] | None = None,
     ):
         self._command = command
         self._silence_s = silence_s
         self._log = log
         self._watch = watch
+        self._identify = identify
+        self._loaded = loaded
+        self._model: object = None
         self._turn = asyncio.Lock()
         self._pipes: ChildPipes | None = None
         self._loading = False
@@ -373,9 +160,11 @@ class EngineChild:
         self._jobs: set[asyncio.Task] = set()
         self._n_held = 0
         self.n_waiting = 0
+        self.n_changes = 0
         self.n_ctx: int | None = None
         self.info: dict[str, str] = {}
         self.progress: SessionProgress | None = None
+        self.request = RequestProgress()
         self.totals = Totals()
 
     # What can be asked at any time: none of these waits for the turn.
@@ -392,6 +181,15 @@ class EngineChild:
         return self._turn.locked()
 
     @property
+    def phase(self) -> str:
+        """What is done now: ``idle``, ``waiting``, ``reading``, ``answering``, ``saving`` or ``restoring``."""
+        if self.progress:
+            return "restoring" if self.progress.action == "restore" else "saving"
+        if self.request.running:
+            return "answering" if self.request.n_generated else "reading"
+        return "waiting" if self.busy else "idle"
+
+    @property
     def n_held(self) -> int:
         """Tokens of the live conversation, as the child last said."""
         return self._n_held if self.state == "ready" else 0
@@ -402,22 +200,37 @@ class EngineChild:
 
     # What takes the turn.
 
-    def generate(self, order: str) -> Generation:
-        """Queue a ``GEN`` line; a child that is not running is started for it."""
+    def generate(self, order: str, model: object = None) -> Generation:
+        """Queue a ``GEN`` line; a child that is not running is started for it.
+
+        With ``model``, the line is for that state of the model file alone, else it ends with ModelChanged.
+        """
         generation = Generation()
-        self._start_job(self._run_generation(generation, order))
+        self._start_job(self._run_generation(generation, order, model))
         return generation
 
-    async def run_session(self, action: str, filename: str, path: str) -> SessionDone:
-        """Save to or restore from ``path``; goes on to its end when the caller is cancelled.
+    async def run_session(
+        self,
+        action: str,
+        filename: str,
+        path: str,
+        given_up: asyncio.Event | None = None,
+        refusal: Callable[[], ChildError | None] = lambda: None,
+    ) -> SessionDone:
+        """Save to or restore from ``path``; once it has begun it goes on to its end, whoever goes.
 
-        Raises NotLoaded, SessionRefused or EngineGone.
+        What ``refusal`` gives when the turn has come is raised. Raises NotLoaded, SessionRefused, EngineGone, and
+        GivenUp when ``given_up`` was set before the turn came.
         """
-        return await asyncio.shield(self._start_job(self._run_session(action, filename, path)))
+        return await asyncio.shield(self._start_job(self._run_session(action, filename, path, given_up, refusal)))
 
-    async def erase(self) -> int:
-        """Forget the live conversation; returns its number of tokens. Raises NotLoaded or EngineGone."""
-        return await asyncio.shield(self._start_job(self._run_erase()))
+    async def erase(self, given_up: asyncio.Event | None = None) -> int:
+        """Forget the live conversation; returns its number of tokens. Raises NotLoaded, EngineGone or GivenUp."""
+        return await asyncio.shield(self._start_job(self._run_erase(given_up)))
+
+    async def held_tokens(self, given_up: asyncio.Event | None = None) -> list[int]:
+        """The ids of the live conversation, none without a child. Raises EngineGone, EngineRefused or GivenUp."""
+        return await asyncio.shield(self._start_job(self._run_held_tokens(given_up)))
 
     async def load(self) -> None:
         """Start the child if it does not run; raises EngineGone when it does not come up."""
@@ -430,8 +243,8 @@ class EngineChild:
         async with self._turn:
             await self._end(LEAVE_GRACE_S)
 
-    async def close(self, save: tuple[str, str] | None = None) -> SessionDone | None:
-        """Refuse further calls, stop the running answer, save to (filename, path) if asked, end the child."""
+    async def close(self, last: Callable[[], Coroutine] | None = None) -> None:
+        """Refuse further calls, stop the running answer, have the ``last`` work done, end the child."""
         self._closing = True
         if self._loading:
             self.kill()
@@ -439,16 +252,25 @@ class EngineChild:
             self._current.stop()
         async with self._turn:
             try:
-                if save and self.state == "ready":
-                    return await self._session_turn("save", *save)
-                return None
+                if last and self.state == "ready":
+                    await last()
             finally:
                 await self._end(LEAVE_GRACE_S)
+
+    async def autosave(self, filename: str, path: str) -> SessionDone:
+        """Save what continues the file at ``path``, as the last work of a child that is being closed."""
+        return await self._session_turn("autosave", filename, path)
 
     def kill(self) -> None:
         """End the child at once, whatever it does."""
         if self._pipes:
             self._pipes.kill()
+
+    def kill_process(self) -> None:
+        """The same from another thread, for a loop that does nothing any more."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def _start_job(self, work) -> asyncio.Task:
         """Run ``work`` in a task of its own: a client that hangs up must not cut a conversation with the child."""
@@ -464,24 +286,40 @@ class EngineChild:
             self._log(f"the front failed in a request: {error!r}")
 
     @contextlib.asynccontextmanager
-    async def _my_turn(self) -> AsyncIterator[None]:
-        """Wait in line; whatever leaves the child in the middle of an answer ends it."""
+    async def _my_turn(self, given_up: asyncio.Event | None = None) -> AsyncIterator[None]:
+        """Wait in line as long as nobody gives up; whatever leaves the child in the middle of an answer ends it."""
         self._refuse_at_the_end()
         self.n_waiting += 1
         try:
-            await self._turn.acquire()
+            await self._wait_for_turn(given_up)
         finally:
             self.n_waiting -= 1
         try:
             self._refuse_at_the_end()
             yield
-        except (Ending, EngineRefused, NotLoaded, SessionRefused):
+        except UNHARMED:
             raise
         except BaseException:
             await self._end()
             raise
         finally:
             self._turn.release()
+
+    async def _wait_for_turn(self, given_up: asyncio.Event | None) -> None:
+        if given_up is None:
+            await self._turn.acquire()
+            return
+        turn, gone = asyncio.create_task(self._turn.acquire()), asyncio.create_task(given_up.wait())
+        try:
+            await asyncio.wait({turn, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not turn.done():
+                turn.cancel()
+        if given_up.is_set():
+            if turn.done() and not turn.cancelled():
+                self._turn.release()
+            raise GivenUp("the request was given up before its turn came")
 
     def _refuse_at_the_end(self) -> None:
         if self._closing:
@@ -490,7 +328,7 @@ class EngineChild:
     async def _ready_pipes(self) -> ChildPipes:
         """The running child, or a new one; one that died, or spoke unasked while idle, is replaced."""
         if self._pipes and self._pipes.ahead:
-            self._log("the engine ended or spoke unasked while it was idle; it is started again")
+            self._log(f"{await self._pipes.unasked()}, while it was idle; it is started again")
             await self._end()
         if self.state != "ready":
             await self._start()
@@ -504,18 +342,30 @@ class EngineChild:
         return self._pipes
 
     async def _start(self) -> None:
-        await self._end()
         self._loading = True
         try:
-            self._pipes = await ChildPipes.spawn(self._command, self._log)
-            self.totals.n_starts += 1
-            self._refuse_at_the_end()
-            await self._read_start(self._pipes)
+            await self._load_model()
+            if self._loaded:
+                await self._loaded(self._model)
         except BaseException:
             await self._end()
             raise
         finally:
             self._loading = False
+
+    async def _load_model(self) -> None:
+        """Start a child that has loaded one state of the model file from its first byte to its last."""
+        for _ in range(LOAD_TRIES):
+            await self._end()
+            self._model = await asyncio.to_thread(self._identify)
+            self._pipes = await ChildPipes.spawn(self._command, self._log)
+            self.totals.n_starts += 1
+            self._refuse_at_the_end()
+            await self._read_start(self._pipes)
+            if self._model == await asyncio.to_thread(self._identify):
+                return
+            self._log("the model file changed while it was loaded; it is loaded again")
+        raise EngineGone("the model file changes each time that it is loaded")
 
     async def _read_start(self, pipes: ChildPipes) -> None:
         info: dict[str, str] = {}
@@ -523,20 +373,50 @@ class EngineChild:
             line = await pipes.read_line(LOAD_LIMIT_S)
             word, _, rest = line.partition(" ")
             if word == "INFO":
-                info.update(_INFO_PAIR.findall(rest))
+                info.update(parse_info(rest))
             elif word == "READY":
                 break
+            elif word == "FATAL":
+                raise await self._gave_up(rest)
+            elif word in LOG_WORDS:
+                self._log(line)
             else:
                 raise EngineGone(f"the engine is out of step at its start: {line[:200]!r}")
-        with _in_step(line):
-            n_ctx = _count(rest.split(" ")[0])
-            if not n_ctx:
-                raise ValueError("a context of 0 tokens")
-        self.n_ctx, self.info = n_ctx, info
+        with in_step(line):
+            self.n_ctx, self.info = parse_ready(rest), info
+        pipes.forget_words()
+
+    async def _say(self, pipes: ChildPipes, line: str) -> None:
+        """Begin an exchange: what was logged before is not why it fails."""
+        pipes.forget_words()
+        await pipes.write_line(line, self._silence_s)
+
+    async def _hear(self, pipes: ChildPipes, limit_s: float | None = None) -> str:
+        """The next answer line within the limit; lines for the log are passed on, FATAL ends the child."""
+        limit_s = limit_s or self._silence_s
+        begun = asyncio.get_running_loop().time()
+        while True:
+            # A line for the log is no sign of life: what was asked for has to come within the limit all the same.
+            left_s = begun + limit_s - asyncio.get_running_loop().time()
+            line = await pipes.read_line(max(left_s, 0.0), limit_s)
+            word, _, rest = line.partition(" ")
+            if word == "FATAL":
+                raise await self._gave_up(rest)
+            if word not in LOG_WORDS:
+                return line
+            self._log(line)
+
+    async def _gave_up(self, reason: str) -> EngineGone:
+        await self._end(LEAVE_GRACE_S)
+        return EngineGone(f"the engine gave up: {one_line(reason)}")
+
+    def _now_holds(self, n_tokens: int) -> None:
+        self._n_held = n_tokens
+        self.n_changes += 1
 
     async def _end(self, grace_s: float = 0.0) -> None:
         pipes, self._pipes = self._pipes, None
-        self._n_held = 0
+        self._now_holds(0)
         if pipes:
             await pipes.end(grace_s)
 
@@ -544,15 +424,19 @@ class EngineChild:
         async with self._my_turn():
             await self._ready_pipes()
 
-    async def _run_generation(self, generation: Generation, order: str) -> None:
+    async def _run_generation(self, generation: Generation, order: str, model: object) -> None:
         try:
-            async with self._my_turn():
-                if generation.stopped:
-                    raise EngineRefused("the request was given up before its turn came")
+            async with self._my_turn(generation.given_up):
                 self._current = generation
                 pipes = await self._ready_pipes()
-                await pipes.write_line(order, self._silence_s)
-                await self._read_generation(pipes, generation)
+                if generation.stopped:
+                    raise GivenUp("the request was given up before its turn came")
+                if model is not None and model != self._model:
+                    raise ModelChanged("the model file was replaced meanwhile: send the request again")
+                n_prompt = order.count(",", order.rindex(" ")) + 1
+                self.request = RequestProgress(running=True, n_prompt=n_prompt)
+                await self._say(pipes, order)
+                await self._read_generation(pipes, generation, keeps=" ckpt=0 " not in order)
         except ChildError as error:
             generation.put(error)
         except BaseException:
@@ -560,21 +444,27 @@ class EngineChild:
             raise
         finally:
             self._current = None
+            self.request.running = False
 
-    async def _read_generation(self, pipes: ChildPipes, generation: Generation) -> None:
-        stopper = None
+    async def _read_generation(self, pipes: ChildPipes, generation: Generation, *, keeps: bool) -> None:
+        stopper, held = None, None
         try:
             while True:
-                line = await pipes.read_line(self._silence_s)
-                event = await self._generation_event(pipes, line)
+                line = await self._hear(pipes)
+                event = self._generation_event(line, begun=stopper is not None)
                 if isinstance(event, Resume) != (stopper is None):
-                    raise EngineGone(f"the engine is out of step: {line[:200]!r}, and RESUME comes first and once")
+                    raise out_of_step(line, "RESUME comes first and once")
                 if stopper is None:
                     # Not before: a STOP that arrives ahead of its request is dropped as stale.
                     stopper = asyncio.create_task(self._pass_stop(pipes, generation))
+                if isinstance(event, Held):
+                    held = event
                 if isinstance(event, Done):
                     self._count_generation(event)
+                    if held or keeps:
+                        self._now_holds(_held_after(event, held, generation))
                 if event is not None:
+                    self.request.note(event)
                     generation.put(event)
                 if isinstance(event, Done):
                     return
@@ -582,44 +472,51 @@ class EngineChild:
             if stopper:
                 stopper.cancel()
 
-    async def _generation_event(self, pipes: ChildPipes, line: str) -> Resume | PromptProgress | Token | Done | None:
+    def _generation_event(self, line: str, *, begun: bool) -> Event | None:
         word, _, rest = line.partition(" ")
+        if word == "ERR" and begun:
+            self._now_holds(0)
+            raise RequestFailed(one_line(rest))
         if word == "ERR":
-            raise EngineRefused(rest)
-        if word == "FATAL":
-            await self._end(LEAVE_GRACE_S)
-            raise EngineGone(f"the engine gave up: {rest}")
-        with _in_step(line):
+            raise EngineRefused(one_line(rest))
+        with in_step(line):
             return parse_generation_line(line)
 
     async def _pass_stop(self, pipes: ChildPipes, generation: Generation) -> None:
-        await generation.wait_stopped()
+        await generation.given_up.wait()
         # When the child cannot take it, the reader of its lines finds out how it ended.
         with contextlib.suppress(EngineGone):
-            await pipes.write_line("STOP", self._silence_s)
+            generation.told = True
+            keep = "" if generation.n_kept is None else f" {generation.n_kept}"
+            await pipes.write_line(f"STOP{keep}", self._silence_s)
 
     def _count_generation(self, done: Done) -> None:
-        if done.n_generated:
-            self._n_held = done.n_prompt + done.n_generated - 1
-        else:
-            self._n_held = done.n_reused + done.n_prompt_read
         self.totals.n_prompt_read += done.n_prompt_read
         self.totals.prompt_ms += done.prompt_ms
         self.totals.n_generated += done.n_generated
         self.totals.decode_ms += done.decode_ms
         self.totals.n_cached += done.n_reused
 
-    async def _run_session(self, action: str, filename: str, path: str) -> SessionDone:
-        async with self._my_turn():
+    async def _run_session(
+        self,
+        action: str,
+        filename: str,
+        path: str,
+        given_up: asyncio.Event | None,
+        refusal: Callable[[], ChildError | None],
+    ) -> SessionDone:
+        async with self._my_turn(given_up):
+            if error := refusal():
+                raise error
             return await self._session_turn(action, filename, path)
 
     async def _session_turn(self, action: str, filename: str, path: str) -> SessionDone:
-        verb, success = {"save": ("SAVE", "SAVED"), "restore": ("RESTORE", "RESTORED")}[action]
+        verb, success = VERBS[action]
         pipes = self._loaded_pipes()
         self.progress = SessionProgress(action, filename)
         self._watch(self.progress)
         try:
-            await pipes.write_line(f"{verb} {path}", self._silence_s)
+            await self._say(pipes, f"{verb} {path}")
             done = await self._read_session(pipes, self.progress, success)
         except ChildError:
             self.totals.n_session_failed += 1
@@ -628,7 +525,7 @@ class EngineChild:
             self.progress = None
             self._watch(None)
         if action == "restore":
-            self._n_held = done.n_tokens
+            self._now_holds(done.n_tokens)
             self.totals.n_restored += 1
         else:
             self.totals.n_saved += 1
@@ -637,63 +534,60 @@ class EngineChild:
     async def _read_session(self, pipes: ChildPipes, progress: SessionProgress, success: str) -> SessionDone:
         limit_s = self._silence_s
         while True:
-            line = await pipes.read_line(limit_s)
+            line = await self._hear(pipes, limit_s)
             limit_s = self._silence_s
             word, _, rest = line.partition(" ")
-            if word == "FATAL":
-                await self._end(LEAVE_GRACE_S)
-                raise EngineGone(f"the engine gave up: {rest}")
-            with _in_step(line):
+            with in_step(line):
                 if word == "SWAIT":
-                    limit_s = max(limit_s, _begin_phase(progress, rest))
+                    limit_s = max(limit_s, begin_phase(progress, rest))
                 elif word == "SESSION":
-                    _advance(progress, rest)
+                    advance(progress, rest)
                 else:
                     return parse_session_end(line, success)
             self._watch(progress)
 
-    async def _run_erase(self) -> int:
-        async with self._my_turn():
+    async def _run_erase(self, given_up: asyncio.Event | None) -> int:
+        async with self._my_turn(given_up):
             pipes = self._loaded_pipes()
-            await pipes.write_line("ERASE", self._silence_s)
-            line = await pipes.read_line(self._silence_s)
-            word, _, rest = line.partition(" ")
+            await self._say(pipes, "ERASE")
+            line = await self._hear(pipes)
             n_erased = self._n_held
-            if word == "ERR":
+            if line.startswith("ERR "):
                 # An engine without this verb: a new one holds nothing either.
                 await self._start()
                 return n_erased
-            with _in_step(line):
-                if word != "ERASED":
-                    raise ValueError("not ERASED")
-                n_erased = _count(rest)
-            self._n_held = 0
+            with in_step(line):
+                n_erased = parse_erased(line)
+            self._now_holds(0)
             return n_erased
 
-
-@contextlib.contextmanager
-def _in_step(line: str):
-    """Whatever cannot be read in ``line`` means that the child left the protocol."""
-    try:
-        yield
-    except ValueError as error:
-        raise EngineGone(f"the engine is out of step: {line[:200]!r}: {error}") from error
-
-
-def _begin_phase(progress: SessionProgress, rest: str) -> int:
-    """Note the phase that begins and return the seconds that it may take."""
-    phase, allowance = rest.split(" ")
-    allowance_s = _count(allowance)
-    if allowance_s not in ALLOWANCE_S:
-        raise ValueError("an allowance outside 1 to 3600 s")
-    progress.phase = phase
-    return allowance_s
+    async def _run_held_tokens(self, given_up: asyncio.Event | None) -> list[int]:
+        async with self._my_turn(given_up):
+            if self.state != "ready":
+                return []
+            pipes = self._loaded_pipes()
+            await self._say(pipes, "TOKENS")
+            line = await self._hear(pipes)
+            word, _, rest = line.partition(" ")
+            if word == "ERR":
+                raise EngineRefused(one_line(rest))
+            if word != "TOKENS":
+                raise out_of_step(line, "not TOKENS")
+            try:
+                return await asyncio.to_thread(parse_tokens, rest)
+            except ValueError as error:
+                raise out_of_step(line, str(error)) from error
 
 
-def _advance(progress: SessionProgress, rest: str) -> None:
-    done, total = map(_count, rest.split(" "))
-    if done > total:
-        raise ValueError("more done than there is")
-    if done < progress.done_bytes:
-        raise ValueError("progress that falls")
-    progress.done_bytes, progress.total_bytes = done, total
+def _held_after(done: Done, held: Held | None, generation: Generation) -> int:
+    """Tokens held behind a request: as many as the child says, else what it read, and wrote but for its last token."""
+    if held:
+        n_held = held.n_tokens
+    elif done.n_generated:
+        n_held = done.n_prompt + done.n_generated - 1
+    else:
+        return done.n_reused + done.n_prompt_read
+    if generation.told and generation.n_kept is not None:
+        # One that came too late for the child's words cuts the conversation all the same.
+        n_held = min(n_held, done.n_prompt + generation.n_kept)
+    return n_held

@@ -1,7 +1,8 @@
 """The HTTP front: routes, checks, event streams, and the order in which a server starts and ends.
 
 Owns what stands on the wire; refuses to know arrays, file layouts and the engine in its own process: that is a child
-behind ``childproc``. Invariant: no GET waits for the child, and every answer but a page is JSON or an event stream.
+behind ``childproc``. Invariant: no GET but that of the conversation waits for the child, and every answer but a page is
+JSON or an event stream.
 
 Read next: ``childproc.py`` for the child, ``chatapi.py`` for bodies and answers, ``sessionfolder.py`` for saved files.
 """
@@ -9,16 +10,12 @@ Read next: ``childproc.py`` for the child, ``chatapi.py`` for bodies and answers
 import asyncio
 import contextlib
 import ipaddress
-import os
-import re
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from urllib.parse import parse_qsl
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -35,95 +32,60 @@ from childproc import (
     Done,
     Ending,
     EngineChild,
+    EngineGone,
     EngineRefused,
+    FileGone,
+    FileThere,
     Generation,
+    GivenUp,
+    ModelChanged,
     NotLoaded,
     PromptProgress,
+    RequestFailed,
     Resume,
     SessionDone,
     SessionRefused,
     Token,
 )
-from httpguard import Access, Guard, Json, OptionRefused, error_response, json_bytes, read_object
-from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename
+from httpconversation import conversation
+from httpguard import Access, Guard, Json, OptionRefused, error_body, error_response, json_bytes, read_object
+from httpmodel import FileState, file_state, read_text
+from httpoptions import FrontOptions
+from httpserver import FrontError, FrontServer, Terminal, listen
+from httpsignals import Patience, heard_by_thread
+from httpstatus import metrics_text, slot
+from printable import one_line
+from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename, names_at_exit
 from tokenizer import Tokenizer, TokenizerError
+
+__all__ = [
+    "Access",
+    "Front",
+    "FrontError",
+    "FrontOptions",
+    "FrontServer",
+    "OptionRefused",
+    "Terminal",
+    "listen",
+    "serve",
+]
 
 # A million token ids in JSON are 8 MB; texts of that length are smaller.
 BODY_LIMIT_BYTES = 32 << 20
 SLOT_BODY_LIMIT_BYTES = 64 << 10
 # Clients and proxies drop a stream that is silent for 15 s to 300 s.
 KEEP_ALIVE_S = 10.0
-# Idle connections of clients that pool them; the client should be the one that closes first.
-IDLE_CONNECTION_S = 75
+# Threads that still work when all else has ended are left behind after so long.
+LAST_THREADS_S = 10.0
 # What a request that came too early is told to wait, in whole seconds.
 RETRY_AFTER_S = 5
 # Below the 90 s that systemd waits; a save that is not done by then is given up, and the old file stays.
 EXIT_GRACE_S = 80.0
-# For answers on their way when the engine has gone already.
-LAST_ANSWERS_S = 3
+LATER = {"Retry-After": str(RETRY_AFTER_S)}
+# For failures that a client would try again by itself, to the same end.
+NEVER = {"x-should-retry": "false"}
 SESSION_STATUS = {"invalid": 400, "storage": 507, "memory": 503, "io": 500}
 SLOT_ACTIONS = ("save", "restore", "erase")
-
-
-class FrontError(Exception):
-    """The front cannot start or had to give up; one line for the terminal."""
-
-
-@dataclass(frozen=True)
-class FrontOptions:
-    """What the HTTP options of ``--serve`` say, checked."""
-
-    port: int
-    model: str
-    access: Access = field(default_factory=Access)
-    slot_save_path: str | None = None
-    restore_at_start: str | None = None
-    save_at_exit: str | None = None
-    silence_s: float = 300.0
-
-    @classmethod
-    def from_flags(cls, model: str, slot_save_path: str | None, **flags: str | int | None) -> "FrontOptions":
-        """The options as they stand on the command line; raises OptionRefused."""
-        named = {flag: flags[flag] for flag in ("session_restore_at_start", "session_save_at_exit")}
-        for flag, name in named.items():
-            if name is not None:
-                _check_session_flag(f"--{flag.replace('_', '-')}", name, slot_save_path)
-        if slot_save_path and any("\ud800" <= char <= "\udfff" for char in slot_save_path):
-            raise OptionRefused("--slot-save-path: the folder's name is not UTF-8")
-        host, port = _address(flags["http"], flags["host"])
-        return cls(
-            port=port,
-            model=model,
-            access=Access.from_flags(host, flags["api_key"], flags["trusted_origin"], flags["allowed_host"]),
-            slot_save_path=slot_save_path,
-            restore_at_start=flags["session_restore_at_start"],
-            save_at_exit=flags["session_save_at_exit"],
-            silence_s=flags["engine_silence_s"],
-        )
-
-    @property
-    def model_id(self) -> str:
-        """The file's name without its ending and without the number of a part."""
-        return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", os.path.basename(self.model), flags=re.IGNORECASE)
-
-
-def _check_session_flag(flag: str, name: str, slot_save_path: str | None) -> None:
-    if slot_save_path is None:
-        raise OptionRefused(f"{flag} needs --slot-save-path")
-    try:
-        check_filename(name)
-    except NameRefused as error:
-        raise OptionRefused(f"{flag}: {error}") from error
-
-
-def _address(http: str, host: str | None) -> tuple[str, int]:
-    """Host and port of ``[HOST:]PORT``; an IPv6 address stands in brackets."""
-    given, _, port = http.rpartition(":")
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 1 << 16):
-        raise OptionRefused(f"--http: {http!r} is not [HOST:]PORT with a port from 0 to 65535")
-    if given and host:
-        raise OptionRefused(f"--http names the host {given!r} and --host {host!r}; give one of them")
-    return (given or host or "127.0.0.1").removeprefix("[").removesuffix("]"), int(port)
 
 
 # --- Starting and ending ---
@@ -139,19 +101,18 @@ def serve(options: FrontOptions, command: Sequence[str], terminal: "Terminal | N
     except OSError as error:
         where = f"{options.access.host}:{options.port}"
         raise FrontError(f"cannot listen on {where}: {error.strerror or error}; choose another --http") from error
-    return asyncio.run(_serve(options, command, listener, terminal or Terminal()))
+    with contextlib.ExitStack() as last:
+        return asyncio.run(_serve(options, command, listener, terminal or Terminal(), last))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket for an IPv4 or IPv6 address or a name; port 0 takes any free one."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=128)
-    # Its connections inherit this; without it, each answer waits 40 ms for the client's delayed acknowledgement.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
-async def _serve(options: FrontOptions, command: Sequence[str], listener: socket.socket, terminal: "Terminal") -> int:
+async def _serve(
+    options: FrontOptions,
+    command: Sequence[str],
+    listener: socket.socket,
+    terminal: Terminal,
+    last: contextlib.ExitStack,
+) -> int:
+    """``last`` is closed when the loop and its threads have ended."""
     front = Front(options, command, terminal)
     address, port = listener.getsockname()[:2]
     terminal.log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
@@ -159,106 +120,17 @@ async def _serve(options: FrontOptions, command: Sequence[str], listener: socket
         terminal.log("whoever reaches this address may use the server, as there is no --api-key")
     server = FrontServer(front)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
-            loop.add_signal_handler(number, server.end)
+    patience = Patience(lambda: loop.call_soon_threadsafe(server.end), front.child.kill_process)
+    last.enter_context(heard_by_thread((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), patience.heard))
     starter = asyncio.create_task(server.start_front())
     await server.serve(sockets=[listener])
     starter.cancel()
     await asyncio.gather(starter, return_exceptions=True)
     await front.close()
+    last.callback(patience.leave_within(LAST_THREADS_S).cancel)
     if server.failure:
         raise server.failure
     return 0
-
-
-class FrontServer(uvicorn.Server):
-    """uvicorn, with an end of our own: the engine first, so that running answers and a save come to theirs."""
-
-    def __init__(self, front: "Front"):
-        super().__init__(
-            uvicorn.Config(
-                front.app,
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_keep_alive=IDLE_CONNECTION_S,
-                timeout_graceful_shutdown=LAST_ANSWERS_S,
-            )
-        )
-        self.failure: Exception | None = None
-        self._front = front
-        self._ending: asyncio.Task | None = None
-
-    def capture_signals(self):
-        return contextlib.nullcontext()
-
-    async def start_front(self) -> None:
-        """Load tokenizer and engine; a server that cannot do that at its start ends."""
-        try:
-            await self._front.start()
-        except Exception as error:  # handed over: `serve` raises it when the server has ended
-            if not self._ending:
-                known = isinstance(error, ChildError | TokenizerError)
-                self.failure = FrontError(str(error)) if known else error
-                self.should_exit = True
-
-    def end(self) -> None:
-        """End in order; a second call ends at once."""
-        if self._ending:
-            self._front.child.kill()
-            self.force_exit = True
-        else:
-            self._ending = asyncio.create_task(self._end())
-
-    async def _end(self) -> None:
-        await self._front.close()
-        self.should_exit = True
-
-
-class Terminal:
-    """What the person at the terminal sees: the engine's log, one line an operation, a line of progress meanwhile."""
-
-    def __init__(self, console=None):
-        from rich.console import Console
-
-        self._console = console or Console(stderr=True)
-        self._progress = None
-        self._task = None
-
-    def log(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def watch(self, progress) -> None:
-        """Draw the progress of a save or restore, None when it is over; nothing where stderr is no terminal."""
-        if not self._console.is_terminal:
-            return
-        if progress is None:
-            self._stop()
-            return
-        if self._progress is None:
-            self._start()
-        what = f"{progress.action} {progress.filename} {progress.phase}"
-        total = progress.total_bytes or None
-        self._progress.update(self._task, description=what, completed=progress.done_bytes, total=total)
-
-    def _start(self) -> None:
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        text = TextColumn("{task.description}", markup=False)
-        columns = (text, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=self._console, transient=True)
-        self._task = self._progress.add_task("", total=None)
-        self._progress.start()
-
-    def _stop(self) -> None:
-        if self._progress:
-            self._progress.stop()
-        self._progress = None
 
 
 # --- Errors and streams ---
@@ -268,16 +140,23 @@ def _api_error(error: ChildError) -> ApiError:
     """What a client is told when the child brought no result."""
     if isinstance(error, SessionRefused):
         extra = {"published": True} if error.published else {}
-        return ApiError(SESSION_STATUS[error.kind], str(error), kind=error.kind, **extra)
-    if isinstance(error, NotLoaded | Ending):
+        headers = LATER if error.kind == "memory" else NEVER
+        return ApiError(SESSION_STATUS[error.kind], str(error), headers=headers, kind=error.kind, **extra)
+    if isinstance(error, NotLoaded | Ending | ModelChanged):
         return _too_early(str(error))
     if isinstance(error, Busy):
-        return ApiError(409, str(error))
-    return ApiError(400 if isinstance(error, EngineRefused) else 500, str(error))
+        return ApiError(409, str(error), headers=LATER)
+    if isinstance(error, FileGone):
+        return ApiError(404, str(error))
+    if isinstance(error, FileThere):
+        return ApiError(409, str(error), headers=NEVER)
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error), headers=NEVER)
+    return ApiError(400 if isinstance(error, EngineRefused | GivenUp) else 500, str(error))
 
 
 def _too_early(text: str) -> ApiError:
-    return ApiError(503, text, headers={"Retry-After": str(RETRY_AFTER_S)})
+    return ApiError(503, text, headers=LATER)
 
 
 async def _on_api_error(request: Request, error: ApiError) -> Response:
@@ -300,23 +179,32 @@ async def _on_hang_up(request: Request, error: ClientDisconnect) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    return error_response(ApiError(500, "the server failed in this request; its log says where"))
+    return error_response(ApiError(500, "the server failed in this request; its log says where", headers=NEVER))
 
 
 @contextlib.asynccontextmanager
-async def _stopped_on_hang_up(receive, generation: Generation) -> AsyncIterator[asyncio.Task]:
-    """The generation ends with this block at the latest, and when the client hangs up: then the task is done."""
+async def _told_of_hang_up(receive, tell: Callable[[], None]) -> AsyncIterator[asyncio.Task]:
+    """In this block ``tell`` is called when the client hangs up; then the task is done."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        generation.stop()
+        tell()
 
     watcher = asyncio.create_task(watch())
     try:
         yield watcher
     finally:
         watcher.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _stopped_on_hang_up(receive, generation: Generation) -> AsyncIterator[asyncio.Task]:
+    """The generation ends with this block at the latest, and when the client hangs up: then the task is done."""
+    try:
+        async with _told_of_hang_up(receive, generation.stop) as watcher:
+            yield watcher
+    finally:
         generation.stop()
 
 
@@ -358,12 +246,22 @@ class Front:
         self._terminal = terminal
         self._begun = int(time.time())
         self._tokenizer: Tokenizer | None = None
+        self._model_file: FileState | None = None  # what the tokenizer was read from
+        self._reading_text = asyncio.Lock()
         self._restore_refused = False
         self._identity: tuple[str | None, str | None] = (None, None)
         self._said: set[str] = set()
         self._ready = False
         self._closing: asyncio.Future | None = None
-        self.child = EngineChild(command, silence_s=options.silence_s, log=terminal.log, watch=terminal.watch)
+        self.log = terminal.log
+        self.child = EngineChild(
+            command,
+            silence_s=options.silence_s,
+            log=terminal.log,
+            watch=terminal.watch,
+            identify=lambda: file_state(options.model),
+            loaded=self._follow_model,
+        )
         self._folder = SessionFolder(options.slot_save_path) if options.slot_save_path else None
         self.app = self._make_app()
 
@@ -376,20 +274,21 @@ class Front:
             Route("/v1/models", self.models, methods=get),
             Route("/models", self.models, methods=get),
             Route("/v1/models/{model:path}", self.model, methods=get),
-            Route("/props", self.props, methods=get),
+            Route("/props", self._with_text(self.props), methods=get),
             Route("/slots", self.slots, methods=get),
             Route("/slots/{slot}", self.slot_action, methods=post),
+            Route("/slots/{slot}/conversation", self.conversation, methods=get),
             Route("/metrics", self.metrics, methods=get),
             Route("/sessions", self.sessions, methods=get),
             Route("/sessions/{name:path}", self.delete_session, methods=["DELETE"]),
-            Route("/v1/chat/completions", self.chat, methods=post),
-            Route("/chat/completions", self.chat, methods=post),
-            Route("/v1/completions", self.text_completion, methods=post),
-            Route("/completion", self.native_completion, methods=post),
-            Route("/completions", self.native_completion, methods=post),
-            Route("/tokenize", self.tokenize, methods=post),
-            Route("/detokenize", self.detokenize, methods=post),
-            Route("/apply-template", self.apply_template, methods=post),
+            Route("/v1/chat/completions", self._with_text(self.chat), methods=post),
+            Route("/chat/completions", self._with_text(self.chat), methods=post),
+            Route("/v1/completions", self._with_text(self.text_completion), methods=post),
+            Route("/completion", self._with_text(self.native_completion), methods=post),
+            Route("/completions", self._with_text(self.native_completion), methods=post),
+            Route("/tokenize", self._with_text(self.tokenize), methods=post),
+            Route("/detokenize", self._with_text(self.detokenize), methods=post),
+            Route("/apply-template", self._with_text(self.apply_template), methods=post),
             Route("/load", self.load, methods=post),
             Route("/unload", self.unload, methods=post),
         ]
@@ -408,13 +307,46 @@ class Front:
     async def start(self) -> None:
         """Load the tokenizer and the engine, restore if asked; raises TokenizerError or ChildError."""
         await self._sweep()
-        loading = asyncio.to_thread(Tokenizer.load, self._options.model)
-        self._tokenizer, _ = await asyncio.gather(loading, self.child.load())
+        await asyncio.gather(self._read_text(), self.child.load())
         for line in chatapi.model_defaults(self._tokenizer.sampling)[1]:
             self._terminal.log(line)
         if self._options.restore_at_start:
             await self._restore_at_start(self._options.restore_at_start)
         self._ready = True
+
+    async def _read_text(self) -> None:
+        """Have the tokenizer and the template of the model file as it is now; raises EngineGone where there is none."""
+        path = self._options.model
+        async with self._reading_text:
+            if self._tokenizer and await asyncio.to_thread(file_state, path) == self._model_file:
+                return
+            try:
+                self._tokenizer, self._model_file = await asyncio.to_thread(read_text, path)
+            except TokenizerError as error:
+                raise EngineGone(one_line(str(error))) from error
+
+    async def _follow_model(self, loaded: FileState | None) -> None:
+        """An engine has loaded this state of the file: texts are read and written with what belongs to it."""
+        if self._tokenizer is None or loaded != self._model_file:
+            await self._read_text()
+        if loaded != self._model_file:
+            raise EngineGone("the model file was replaced while it was loaded")
+
+    def _with_text(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """A route that needs the text side of the model: of the file that the next start of the engine will load."""
+
+        async def handle(request: Request) -> Response:
+            if self._ready and self.child.state == "unloaded":
+                await self._read_text()
+            return await handler(request)
+
+        return handle
+
+    def _file_of(self, tokenizer: Tokenizer) -> FileState | None:
+        """The state of the model file for which this tokenizer's ids are; raises ModelChanged for one of the past."""
+        if tokenizer is not self._tokenizer:
+            raise ModelChanged("the model file was replaced meanwhile: send the request again")
+        return self._model_file
 
     async def _sweep(self) -> None:
         try:
@@ -443,21 +375,31 @@ class Front:
         await self._closing
 
     async def _close(self) -> None:
-        name = self._options.save_at_exit
-        if name and name == self._options.restore_at_start and self._restore_refused:
-            # The file that could not be used this time may be worth more than what was talked about since.
-            name = f"{name}.new"
-        save = (name, self._folder.path_of(name)) if name else None
         try:
             async with asyncio.timeout(EXIT_GRACE_S):
-                done = await self.child.close(save)
-            if done:
-                self._say_done("save", name, done)
+                await self.child.close(self._save_at_exit if self._options.save_at_exit else None)
         except TimeoutError:
             self.child.kill()
             self._terminal.log(f"the engine was not done after {EXIT_GRACE_S:g} s and was ended")
         except ChildError as error:
             self._terminal.log(f"not saved at exit: {error}")
+
+    async def _save_at_exit(self) -> None:
+        """Save to the first name whose file the conversation continues, or that is free."""
+        name = self._options.save_at_exit
+        # The file that could not be used this time may be worth more than what was talked about since.
+        refused = self._restore_refused and name == self._options.restore_at_start
+        names = names_at_exit(name)[1 if refused else 0 :]
+        for tried, last in zip(names, [*[False] * (len(names) - 1), True], strict=True):
+            try:
+                done = await self.child.autosave(tried, self._folder.path_of(tried))
+            except SessionRefused as error:
+                if last or error.kind != "invalid" or not self._folder.holds(tried):
+                    raise
+                self._terminal.log(f"{tried!r} is left as it is: {error}")
+                continue
+            self._say_done("save", tried, done)
+            return
 
     def _say_done(self, action: str, name: str, done: SessionDone) -> None:
         size_mib, seconds = done.size_bytes / (1 << 20), done.ms / 1000
@@ -512,36 +454,29 @@ class Front:
     async def slots(self, request: Request) -> Response:
         if self.child.n_ctx is None:
             raise _too_early("the model is loading")
-        slot = {
-            "id": 0,
-            "n_ctx": self.child.n_ctx,
-            "is_processing": self.child.busy,
-            "n_prompt_tokens": self.child.n_held,
-            "n_waiting": self.child.n_waiting,
-            "model": self.child.state,
-            "session": self._progress(),
-        }
-        return Json([slot])
-
-    def _progress(self) -> dict | None:
-        progress = self.child.progress
-        if progress is None:
-            return None
-        names = {"action": progress.action, "filename": progress.filename, "phase": progress.phase}
-        return {**names, "n_done": progress.done_bytes, "n_total": progress.total_bytes}
+        return Json([slot(self.child)])
 
     async def metrics(self, request: Request) -> Response:
-        lines = []
-        for name, kind, what, value in _metrics(self.child):
-            lines += [f"# HELP {name} {what}", f"# TYPE {name} {kind}", f"{name} {value:.12g}"]
-        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+        return Response(metrics_text(self.child), media_type="text/plain; version=0.0.4")
+
+    async def conversation(self, request: Request) -> Response:
+        """What is held, as messages; it waits for its turn, as the child alone knows."""
+        self._check_slot(request)
+        self._ready_tokenizer()
+        given_up = asyncio.Event()
+        async with _told_of_hang_up(request.receive, given_up.set):
+            ids, n_changes = await self.child.held_tokens(given_up), self.child.n_changes
+        return Json(await asyncio.to_thread(conversation, ids, self._tokenizer) | {"n_changes": n_changes})
 
     # Saved sessions.
 
     async def sessions(self, request: Request) -> Response:
         folder, info = self._need_folder(), self.child.info
         identity = (info["model_fp"], info["config_fp"]) if {"model_fp", "config_fp"} <= info.keys() else self._identity
-        return Json(await asyncio.to_thread(folder.listing, *identity))
+        try:
+            return Json(await asyncio.to_thread(folder.listing, *identity))
+        except OSError as error:
+            raise ApiError(500, f"the folder of sessions cannot be read: {error.strerror}", headers=NEVER) from error
 
     async def delete_session(self, request: Request) -> Response:
         folder = self._need_folder()
@@ -553,7 +488,7 @@ class Front:
         except NameRefused as error:
             raise ApiError(400, str(error)) from error
         except OSError as error:
-            raise ApiError(500, f"{name!r} cannot be removed: {error.strerror}") from error
+            raise ApiError(500, f"{name!r} cannot be removed: {error.strerror}", headers=NEVER) from error
         return Json({"filename": name, "n_deleted": n_bytes})
 
     async def slot_action(self, request: Request) -> Response:
@@ -563,28 +498,53 @@ class Front:
             body = await read_object(request, SLOT_BODY_LIMIT_BYTES, unique=True)
         if actions != ["erase"]:
             self._need_folder()
-        if request.path_params["slot"] != "0":
-            raise ApiError(400, f"there is no slot {request.path_params['slot'][:40]!r}; this server has slot 0")
+        self._check_slot(request)
         if len(actions) != 1 or actions[0] not in SLOT_ACTIONS:
             raise ApiError(400, f"give one action of {', '.join(SLOT_ACTIONS)}, as in /slots/0?action=save")
-        if actions == ["erase"]:
-            return Json({"id_slot": 0, "n_erased": await self.child.erase()})
-        return await self._session_action(actions[0], body.get("filename"))
+        given_up = asyncio.Event()
+        async with _told_of_hang_up(request.receive, given_up.set):
+            if actions == ["erase"]:
+                return Json({"id_slot": 0, "n_erased": await self.child.erase(given_up)})
+            return await self._session_action(actions[0], body, given_up)
 
-    async def _session_action(self, action: str, name: object) -> Response:
+    def _check_slot(self, request: Request) -> None:
+        if (asked := request.path_params["slot"]) != "0":
+            raise ApiError(400, f"there is no slot {asked[:40]!r}; this server has slot 0")
+
+    async def _session_action(self, action: str, body: dict, given_up: asyncio.Event) -> Response:
         try:
-            name = check_filename(name)
+            name = check_filename(body.get("filename"))
         except NameRefused as error:
             raise ApiError(400, str(error)) from error
         if action == "restore" and not self._folder.holds(name):
             raise ApiError(404, f"there is no session file {name!r}")
-        done = await self._run_session(action, name)
+        keeps = action == "save" and body.get("overwrite") is False
+        try:
+            # A save takes nothing away and goes on without its client; a restore that nobody waits for is not begun.
+            done = await self._run_session(action, name, given_up if action == "restore" else None, keeps=keeps)
+        except EngineGone as error:
+            # What was to be saved is lost, and a restore that ended the engine would do so again.
+            raise ApiError(500, str(error), headers=NEVER) from error
         tokens, size = {"save": ("n_saved", "n_written"), "restore": ("n_restored", "n_read")}[action]
         numbers = {tokens: done.n_tokens, size: done.size_bytes, "timings": {f"{action}_ms": done.ms}}
         return Json({"id_slot": 0, "filename": name, **numbers})
 
-    async def _run_session(self, action: str, name: str) -> SessionDone:
-        done = await self.child.run_session(action, name, self._folder.path_of(name))
+    async def _run_session(
+        self, action: str, name: str, given_up: asyncio.Event | None = None, *, keeps: bool = False
+    ) -> SessionDone:
+        """Save or restore; ``keeps`` refuses to save over a file that is there when the turn has come."""
+
+        def refusal() -> ChildError | None:
+            if action == "restore" and not self._folder.holds(name):
+                return FileGone(f"there is no session file {name!r} any more")
+            if keeps and self._folder.holds(name):
+                return FileThere(f"there is a session file {name!r} already")
+            return None
+
+        try:
+            done = await self.child.run_session(action, name, self._folder.path_of(name), given_up, refusal)
+        except SessionRefused as error:
+            raise refusal() or error from error
         self._say_done(action, name, done)
         # What the engine wrote or took bears its fingerprints, in case that it does not tell them itself.
         self._identity = await asyncio.to_thread(self._folder.identity_of, name) or self._identity
@@ -659,13 +619,14 @@ class Front:
         body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
         wanted, order = await self._in_thread(lambda: _to_order(read, body, tokenizer, self.child.n_ctx))
         dialect, reader = make_dialect(wanted, self._options.model_id), AnswerReader(wanted, tokenizer)
-        generation, headers = self.child.generate(order), self._notice(wanted)
+        generation, headers = self.child.generate(order, self._file_of(tokenizer)), self._notice(wanted)
         if not wanted.stream:
             async with _stopped_on_hang_up(request.receive, generation):
                 return Json(dialect.whole(await _whole_answer(generation, reader)), headers=headers)
         try:
             # What goes wrong at once still gets a status of its own; after that the stream has begun.
-            first = await generation.next_event(KEEP_ALIVE_S)
+            async with _told_of_hang_up(request.receive, generation.stop):
+                first = await generation.next_event(KEEP_ALIVE_S)
         except BaseException:
             generation.stop()
             raise
@@ -722,9 +683,9 @@ async def _blocks(
                 yield block or b":\n\n"
                 sent_at = time.monotonic()
     except ChildError as error:
-        yield _event(_api_error(error).body)
+        yield _event(error_body(_api_error(error)))
     except ApiError as error:
-        yield _event(error.body)
+        yield _event(error_body(error))
 
 
 async def _stream_events(
@@ -749,35 +710,3 @@ async def _stream_events(
             return
         yield b"".join(map(_event, contents))
         event = await generation.next_event(KEEP_ALIVE_S)
-
-
-def _metrics(child: EngineChild) -> list[tuple[str, str, str, float]]:
-    """Name, type, help text and value of every metric."""
-    totals, progress = child.totals, child.progress
-    prompt_s, decode_s = totals.prompt_ms / 1000, totals.decode_ms / 1000
-    read_rate = totals.n_prompt_read / prompt_s if prompt_s else 0
-    decode_rate = totals.n_generated / decode_s if decode_s else 0
-    counters = [
-        ("llamacpp:prompt_tokens_total", "Prompt tokens read.", totals.n_prompt_read),
-        ("llamacpp:prompt_seconds_total", "Time spent reading prompts.", prompt_s),
-        ("llamacpp:tokens_predicted_total", "Tokens generated.", totals.n_generated),
-        ("llamacpp:tokens_predicted_seconds_total", "Time spent generating.", decode_s),
-        ("strata:cached_tokens_total", "Prompt tokens that were held already.", totals.n_cached),
-        ("strata:engine_starts_total", "Starts of the engine process.", totals.n_starts),
-        ("strata:sessions_saved_total", "Sessions saved.", totals.n_saved),
-        ("strata:sessions_restored_total", "Sessions restored.", totals.n_restored),
-        ("strata:sessions_failed_total", "Saves and restores refused or failed.", totals.n_session_failed),
-    ]
-    gauges = [
-        ("llamacpp:prompt_tokens_seconds", "Prompt tokens read per second.", read_rate),
-        ("llamacpp:predicted_tokens_seconds", "Tokens generated per second.", decode_rate),
-        ("llamacpp:requests_processing", "Requests that have the turn.", int(child.busy)),
-        ("llamacpp:requests_deferred", "Requests waiting for the turn.", child.n_waiting),
-        ("strata:engine_ready", "Whether the engine process is loaded.", int(child.state == "ready")),
-        ("strata:held_tokens", "Tokens of the live conversation.", child.n_held),
-        ("strata:session_running", "Whether a save or restore runs.", int(progress is not None)),
-        ("strata:session_done_bytes", "Bytes done of it.", progress.done_bytes if progress else 0),
-        ("strata:session_total_bytes", "Bytes of it in all.", progress.total_bytes if progress else 0),
-    ]
-    rows = [(name, "counter", what, value) for name, what, value in counters]
-    return rows + [(name, "gauge", what, value) for name, what, value in gauges]

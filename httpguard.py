@@ -9,6 +9,7 @@ Read next: ``httpfront.py``, the routes behind this.
 import hmac
 import ipaddress
 import json
+import os
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -18,9 +19,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from chatapi import ApiError
+from printable import one_line
 
 OPEN_PATHS = ("/", "/health", "/v1/health")
 PATHS_WITHOUT_BODY = ("/load", "/unload")
+# Failures of which a second try may be better; clients try others again too, a save three times.
+WORTH_A_RETRY = (408, 409, 429, 500, 502, 503, 504)
+KEY_VARIABLE = "STRATA_API_KEY"
+MAX_KEY_BYTES = 4096
+HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?", re.ASCII)
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
@@ -41,12 +48,37 @@ class Access:
     def from_flags(cls, host: str, key: str | None, origins: str | None, hosts: str | None) -> "Access":
         """What the options say, lists with commas between; raises OptionRefused."""
         trusted = tuple(map(_origin, _parts("--trusted-origin", origins)))
-        return cls(host, _key(key), trusted, tuple(_parts("--allowed-host", hosts)))
+        return cls(host, key, trusted, tuple(_parts("--allowed-host", hosts)))
 
 
-def _key(key: str | None) -> str | None:
-    if key is not None and not re.fullmatch(r"[!-~]+", key):
-        raise OptionRefused("--api-key: only printable ASCII without blanks can be sent in a header")
+def find_key(key: str | None, file: str | None) -> str | None:
+    """The API key of ``--api-key``, ``--api-key-file`` or the environment, in this order; raises OptionRefused."""
+    if key is not None and file is not None:
+        raise OptionRefused("--api-key and --api-key-file: give one of them")
+    if key is not None:
+        return _key("--api-key", key)
+    if file is not None:
+        return _key("--api-key-file", _key_in(file))
+    variable = os.environ.get(KEY_VARIABLE)
+    return None if variable is None else _key(KEY_VARIABLE, variable)
+
+
+def _key_in(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_KEY_BYTES + 1)
+    except OSError as error:
+        raise OptionRefused(f"--api-key-file: {path!r} cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_KEY_BYTES:
+        raise OptionRefused(f"--api-key-file: {path!r} is larger than {MAX_KEY_BYTES} bytes")
+    return raw.decode("latin-1").strip()
+
+
+def _key(where: str, key: str) -> str:
+    if not key:
+        raise OptionRefused(f"{where}: there is no key in it")
+    if not re.fullmatch(r"[!-~]+", key):
+        raise OptionRefused(f"{where}: only printable ASCII without blanks can be sent in a header")
     return key
 
 
@@ -92,6 +124,10 @@ class Guard:
 
     def _check(self, scope, headers: Headers) -> None:
         access, method, path = self._access, scope["method"], scope["path"]
+        if {"content-length", "transfer-encoding"} <= set(headers.keys()):
+            # Whoever is in front of us may have read the other of the two: what follows cannot be told apart.
+            text = "send Content-Length or Transfer-Encoding, not both"
+            raise ApiError(400, text, headers={"Connection": "close"})
         if access.api_key is None and not _host_allowed(headers.get("host", ""), access):
             raise ApiError(403, f"this Host is not served: {headers.get('host', '')[:200]!r}; see --allowed-host")
         if method != "OPTIONS" and path not in OPEN_PATHS and not _key_given(headers, access.api_key):
@@ -124,8 +160,10 @@ class Guard:
 
 def _host_allowed(host: str, access: Access) -> bool:
     """Names that only this machine has; a page of another site whose name was bent to this address has its own."""
+    if not HOST.fullmatch(host):
+        return False
     try:
-        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return False
     names = {*LOOPBACK_NAMES, access.host.lower(), *map(str.lower, access.allowed_hosts)}
@@ -182,7 +220,18 @@ def json_bytes(content) -> bytes:
 
 
 def error_response(error: ApiError) -> Response:
-    return Json(error.body, error.status, error.headers)
+    return Json(error_body(error), error.status, retry_headers(error))
+
+
+def error_body(error: ApiError) -> dict:
+    """The JSON of a refusal; its text is one line, whoever wrote it."""
+    return {"error": error.body["error"] | {"message": one_line(error.body["error"]["message"])}}
+
+
+def retry_headers(error: ApiError) -> dict[str, str]:
+    """The headers of a refusal; clients that try again by themselves are told where that cannot help."""
+    final = {} if error.status in WORTH_A_RETRY else {"x-should-retry": "false"}
+    return final | (error.headers or {})
 
 
 async def read_object(request: Request, limit_bytes: int, *, unique: bool = False) -> dict:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from printable import one_line
+
 MAX_NAME_BYTES = 200
 NOT_IN_NAMES = frozenset('/\\:*?"<>|')
 # Names that mean a device on Windows, whatever follows the first dot.
@@ -27,6 +29,8 @@ DEVICE_NAMES = frozenset(
 # belongs to a process that was killed.
 UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
 UNFINISHED_MAX_S = 3600
+# Conversations that a save at the end finds under the names that it would take, before it gives up.
+MAX_NEW_NAMES = 20
 # Files named in one listing; the newest come first.
 MAX_LISTED = 1000
 
@@ -60,6 +64,11 @@ def check_filename(name: object) -> str:
     except UnicodeEncodeError:
         raise NameRefused("filename cannot be written as UTF-8") from None
     return name
+
+
+def names_at_exit(name: str) -> list[str]:
+    """The names that a save at the end may take, in the order in which they are tried."""
+    return [name, f"{name}.new", *(f"{name}.new{number}" for number in range(2, MAX_NEW_NAMES + 1))]
 
 
 class SavedSession(NamedTuple):
@@ -138,11 +147,14 @@ class SessionFolder:
 
     def delete(self, name: str) -> int:
         """Remove a session file and return its size; raises NotThere, and NameRefused for what is no session file."""
-        path = self.path_of(name)
         try:
-            status = os.stat(path, follow_symlinks=False)
-        except FileNotFoundError:
+            return self._delete(name)
+        except (FileNotFoundError, NotADirectoryError):
             raise NotThere(f"there is no session file {name!r}") from None
+
+    def _delete(self, name: str) -> int:
+        path = self.path_of(name)
+        status = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise NameRefused(f"{name!r} is no regular file and stays where it is")
         if not _starts_like_session(path):
@@ -161,7 +173,7 @@ class SessionFolder:
                             found.append((check_filename(entry.name), entry.stat(follow_symlinks=False)))
                     except (NameRefused, FileNotFoundError):
                         continue  # not ours, or gone since
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return found
 
@@ -187,7 +199,7 @@ def _entry(name: str, status: os.stat_result, saved: SavedSession, model: str | 
         "modified": status.st_mtime,
         "match": same((saved.model, model), (saved.config, config)),
         "model_match": same((saved.model, model)),
-        "problem": saved.problem,
+        "problem": saved.problem and one_line(saved.problem),
     }
 
 

@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _command(args)(args)
     except UsageError as error:
-        parser.error(str(error))
+        parser.error(_one_line(error))
     except CommandError as error:
-        print(f"strata: {error}", file=sys.stderr)
+        _log(f"strata: {_one_line(error)}")
         return EXIT_FAILED
     except BrokenPipeError:
         # The reader has gone. Python flushes stdout once more at exit, which must not fail a second time.
@@ -351,6 +351,7 @@ HTTP_OPTIONS = (
     Option("http", str, None, _text, "[HOST:]PORT", "serve HTTP there; the engine runs as a child process"),
     Option("host", str, None, _text, "HOST", "address to listen on, where --http names none (127.0.0.1 unless given)"),
     Option("api_key", str, None, _text, "KEY", "what clients must send; without one, only known Host names are served"),
+    Option("api_key_file", str, None, _text, "FILE", "file that holds this key and nothing else (or STRATA_API_KEY)"),
     Option("trusted_origin", str, None, _text, "ORIGIN[,ORIGIN]", "web pages that may use the server from a browser"),
     Option("allowed_host", str, None, _text, "HOST[,HOST]", "further names under which this server is reached"),
     Option("session_restore_at_start", str, None, _text, "NAME", "session file to restore when the server has started"),
@@ -455,7 +456,7 @@ def run_serve(args: argparse.Namespace) -> int:
     if options["slot_save_path"] is not None:
         _create_folder(options["slot_save_path"])
     if http["http"] is not None:
-        return _run_front(options, http)
+        return _run_front(options, http, key_in_flags="api_key" in _given_serve_options(args))
     import engine
     import serveloop
 
@@ -467,11 +468,13 @@ def run_serve(args: argparse.Namespace) -> int:
         raise CommandError(f"not enough memory for this model and context: {error}") from error
 
 
-def _run_front(options: dict, http: dict) -> int:
+def _run_front(options: dict, http: dict, *, key_in_flags: bool) -> int:
     """The HTTP front; its child is this program with the engine's options."""
     import httpfront
 
     flags = [f"{_flag(name)}={value}" for name, value in options.items() if value is not None]
+    if http["api_key"] is not None and key_in_flags:
+        _log("--api-key stands in the list of processes; --api-key-file and STRATA_API_KEY do not")
     try:
         front = httpfront.FrontOptions.from_flags(options["model"], options["slot_save_path"], **http)
         return httpfront.serve(front, [sys.executable, os.path.abspath(__file__), "--serve", *flags])
@@ -481,8 +484,17 @@ def _run_front(options: dict, http: dict) -> int:
         raise CommandError(str(error)) from error
 
 
+def _one_line(error: Exception) -> str:
+    from printable import one_line
+
+    return one_line(str(error))
+
+
 def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """A text on stderr; what models and files say in it moves no cursor."""
+    from printable import one_line
+
+    print("\n".join(map(one_line, text.split("\n"))), file=sys.stderr, flush=True)
 
 
 def _create_folder(path: str) -> None:

@@ -32,6 +32,8 @@ main { display: flex; flex-direction: column; min-height: 0; }
 .message { max-width: 46rem; margin: 0 auto .9rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .message.user { background: var(--soft); border-radius: .6rem; padding: .5rem .8rem; }
 .message details { opacity: .7; font-size: .9em; }
+.message.system, .message.tool, .message.raw { border-left: 3px solid var(--line); padding-left: .8rem; opacity: .8; }
+#activity, .offer { text-align: center; padding: 0 1rem .5rem; opacity: .8; font-size: .9em; }
 .note { text-align: center; opacity: .7; font-size: .9em; margin-bottom: .9rem; }
 form { display: flex; gap: .5rem; padding: .7rem 1rem; }
 #ask { border-top: 1px solid var(--line); }
@@ -57,6 +59,11 @@ li button { margin: .2rem .4rem 0 0; }
 <header><h1>strata</h1><span id="model"></span><span class="state" id="state" role="status"></span></header>
 <main>
 <div id="messages" role="log" aria-label="Conversation"></div>
+<div id="activity" role="status"></div>
+<div class="offer" id="foreign" hidden>Another client's conversation is held now.
+ <button id="show" type="button">Show it</button></div>
+<div class="offer" id="before" hidden>This is what the engine holds.
+ <button id="back" type="button">Back to my chat</button></div>
 <div id="error" role="alert"></div>
 <form id="ask">
 <textarea id="text" rows="3" aria-label="Message"
@@ -78,9 +85,14 @@ li button { margin: .2rem .4rem 0 0; }
 <script>
 "use strict";
 const el = id => document.getElementById(id);
+// What is on the screen. The server's tokens are the truth: whatever was not typed here is asked of them.
 let messages = [];
+let displaced = null;
+let seen = null;
 let running = null;
+let begun = false;
 let operating = false;
+let polling = false;
 
 function node(tag, className, text) {
   const made = document.createElement(tag);
@@ -91,7 +103,12 @@ function node(tag, className, text) {
 
 // --- The server ---
 
-class ServerError extends Error {}
+class ServerError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
 
 let asking = null;
 function askForKey() {
@@ -118,7 +135,7 @@ async function call(path, options = {}) {
       continue;
     }
     const body = await answer.json().catch(() => null);
-    throw new ServerError(body?.error?.message ?? `the server answered ${answer.status}`);
+    throw new ServerError(body?.error?.message ?? `the server answered ${answer.status}`, answer.status);
   }
 }
 
@@ -176,6 +193,45 @@ function redraw() {
   }
 }
 
+function words(message) {
+  return message.content.trim();
+}
+
+// The last token of an answer is not held yet, and a template may begin with a system text of its own.
+function same(one, other) {
+  const [ones, others] = [one, other].map(all => all.filter(message => message.role !== "system"));
+  return ones.length === others.length && ones.every((message, i) => message.role === others[i].role
+    && (words(message).startsWith(words(others[i])) || words(others[i]).startsWith(words(message))));
+}
+
+async function showHeld() {
+  const held = await (await call("slots/0/conversation")).json();
+  if (running) return;
+  seen = held.n_changes;
+  const found = held.messages ?? [];
+  if (held.messages && same(messages, found)) return offer();
+  if (messages.length) displaced = messages;
+  messages = found;
+  redraw();
+  if (!held.messages) addMessage("raw", held.text);
+  offer();
+}
+
+function offer(foreign = false) {
+  el("foreign").hidden = !foreign;
+  el("before").hidden = !displaced;
+}
+
+async function begin() {
+  if (messages.length || running) return;
+  try {
+    await showHeld();
+  } catch (error) {
+    if (error.status === 503) setTimeout(begin, 1000);
+    else show(error);
+  }
+}
+
 function thinkingOf(words) {
   let text = words.parentElement.querySelector("details > div");
   if (!text) {
@@ -206,7 +262,11 @@ async function send(text) {
   const message = { role: "assistant", content: "" };
   const words = addMessage("assistant", "");
   running = new AbortController();
+  begun = false;
+  displaced = null;
+  offer();
   busy();
+  poll();
   try {
     const answer = await post("v1/chat/completions", { messages, stream: true }, running.signal);
     for await (const event of events(answer)) {
@@ -217,6 +277,7 @@ async function send(text) {
     if (error.name !== "AbortError") show(error);
   } finally {
     running = null;
+    seen = null;
     // A question without any answer is taken back, so that it can be asked again.
     if (message.content || message.reasoning_content) messages.push(message);
     else { messages.pop(); el("text").value ||= text; redraw(); }
@@ -226,6 +287,7 @@ async function send(text) {
 }
 
 function take(event, message, words) {
+  begun = true;
   const choice = event.choices[0];
   const atEnd = el("messages").scrollTop + el("messages").clientHeight >= el("messages").scrollHeight - 40;
   if (choice?.delta.content) words.textContent = message.content += choice.delta.content;
@@ -241,9 +303,6 @@ function take(event, message, words) {
 }
 
 // --- Saved sessions ---
-
-// The server holds tokens; the words of a conversation are kept by this browser, under the name of the file.
-const wordsKey = name => "session:" + name;
 
 async function operate(work) {
   show(null);
@@ -261,10 +320,22 @@ async function operate(work) {
   }
 }
 
+async function saveAs(filename) {
+  const ask = overwrite => post("slots/0?action=save", { filename, overwrite });
+  try {
+    return await (await ask(false)).json();
+  } catch (error) {
+    if (error.status !== 409) throw error;
+    if (!confirm(`There is a ${filename} already. Replace it?`)) return null;
+    return await (await ask(true)).json();
+  }
+}
+
 function save(name) {
   return operate(async () => {
-    const saved = await (await post("slots/0?action=save", { filename: name })).json();
-    localStorage.setItem(wordsKey(name), JSON.stringify(messages));
+    const saved = await saveAs(name);
+    if (!saved) return;
+    await showHeld();
     addNote(`saved ${saved.n_saved} tokens to ${name}`);
   });
 }
@@ -272,11 +343,8 @@ function save(name) {
 function restore(name) {
   return operate(async () => {
     const restored = await (await post("slots/0?action=restore", { filename: name })).json();
-    const kept = localStorage.getItem(wordsKey(name));
-    messages = kept ? JSON.parse(kept) : [];
-    redraw();
+    await showHeld();
     addNote(`restored ${restored.n_restored} tokens from ${name}`);
-    if (!kept) addNote("This browser does not have its words: only a client that sends them continues it.");
   });
 }
 
@@ -284,7 +352,6 @@ function remove(name) {
   if (!confirm(`Delete ${name}? It cannot be brought back.`)) return Promise.resolve();
   return operate(async () => {
     await call("sessions/" + encodeURIComponent(name), { method: "DELETE" });
-    localStorage.removeItem(wordsKey(name));
   });
 }
 
@@ -322,15 +389,32 @@ async function refresh() {
 function busy() {
   el("send").hidden = running !== null;
   el("stop").hidden = running === null;
-  for (const button of document.querySelectorAll("aside button, #fresh"))
+  for (const button of document.querySelectorAll("aside button, .offer button, #fresh"))
     button.disabled = operating || running !== null;
+}
+
+function activity(slot) {
+  const { phase, n_read, n_prompt, n_generated, n_waiting } = slot;
+  const reading = `${n_read} of ${n_prompt} tokens`;
+  if (!running) return "";
+  if (begun) return phase === "reading" ? `reading the prompt: ${reading}` : "";
+  const other = { reading: `another prompt is being read, ${reading}`, saving: "a session is being saved",
+    answering: `another answer is being written, ${n_generated} tokens`, restoring: "a session is being restored" };
+  const own = phase === "reading" && !n_waiting;
+  return own ? `reading the prompt: ${reading}` : `waiting for its turn: ${other[phase] ?? slot.model}`;
 }
 
 async function look() {
   try {
     const [slot] = await (await call("slots")).json();
     const { session } = slot;
-    el("state").textContent = `${slot.model}, ${slot.n_prompt_tokens} of ${slot.n_ctx} tokens held`;
+    const doing = slot.phase === "idle" ? slot.model : slot.phase;
+    el("state").textContent = `${doing}, ${slot.n_prompt_tokens} of ${slot.n_ctx} tokens held`;
+    el("activity").textContent = activity(slot);
+    if (slot.phase === "idle" && !running && !operating) {
+      seen ??= slot.n_changes;
+      offer(slot.n_changes !== seen && slot.n_prompt_tokens > 0);
+    }
     el("progress").hidden = !session;
     if (session) {
       const bar = el("progress").querySelector("progress");
@@ -345,10 +429,14 @@ async function look() {
 }
 
 async function poll() {
-  while (operating) {
+  if (polling) return;
+  polling = true;
+  while (operating || running) {
     await look();
     await new Promise(resolve => setTimeout(resolve, 250));
   }
+  polling = false;
+  await look();
 }
 
 // --- Begin ---
@@ -369,6 +457,8 @@ el("text").addEventListener("keydown", event => {
 });
 el("stop").addEventListener("click", () => running?.abort());
 el("fresh").addEventListener("click", () => { messages = []; show(null); redraw(); });
+el("show").addEventListener("click", () => operate(showHeld));
+el("back").addEventListener("click", () => { messages = displaced; displaced = null; redraw(); offer(); });
 el("save").addEventListener("submit", event => { event.preventDefault(); save(el("name").value); });
 
 call("v1/models")
@@ -376,6 +466,7 @@ call("v1/models")
   .then(models => { el("model").textContent = models.data[0].id; })
   .catch(show);
 refresh();
+begin();
 setInterval(() => { if (!operating && !el("locked").open) look(); }, 5000);
 </script>
 </body>

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import gguf
 import httpx
 import numpy as np
+from frontserver import REQUEST_S, ROOT, serving
 from ggufcopy import write_copy
-from httpserver import REQUEST_S, ROOT, serving
 from machine import machine_facts
 
 sys.path.insert(0, str(ROOT))

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 
 import gguf
 import httpx
+from frontserver import REQUEST_S, ROOT, serving
 from ggufcopy import write_copy
-from httpserver import REQUEST_S, ROOT, serving
 from machine import machine_facts
 
 sys.path.insert(0, str(ROOT))

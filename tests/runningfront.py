@@ -79,6 +79,7 @@ class RunningFront:
         self.scripts = folder / "scripts"
         self.scripts.mkdir(exist_ok=True)
         access = {name: options.pop(name) for name in list(options) if name in Access.__dataclass_fields__}
+        self.limits = options.pop("limits", None)
         self.options = FrontOptions(port=0, model=model, access=Access(**access), **options)
         self.terminal = Silent()
         self._command = command or [sys.executable, "-S", CHILD, str(self.scripts)]
@@ -99,7 +100,7 @@ class RunningFront:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.front = Front(self.options, self._command, self.terminal)
-        self.server = FrontServer(self.front)
+        self.server = FrontServer(self.front, self.limits)
         starter = asyncio.create_task(self.server.start_front())
         self._up.set()
         await self.server.serve(sockets=[self._listener])

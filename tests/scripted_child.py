@@ -12,6 +12,7 @@ printed, but for directives:
     @mark NAME      create FOLDER/NAME
     @wait NAME      wait until FOLDER/NAME exists
     @wait-stop      wait until STOP comes
+    @pause          wait for a moment
     @stderr TEXT    write to stderr
     @raw HEX        write bytes
     @exit N, @die   leave with a status; by SIGKILL
@@ -53,6 +54,7 @@ class Child:
         self.held: list[int] = []
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.stopped = threading.Event()
+        self.kept: int | None = None
         self.request = (0, 0, [], 0)
 
     def path(self, name: str) -> str:
@@ -68,8 +70,9 @@ class Child:
 
     def read_stdin(self) -> None:
         for line in sys.stdin:
-            self.note("verbs", line.rstrip("\n")[:200])
-            if line == "STOP\n":
+            self.note("verbs", line.rstrip("\n")[:2000])
+            if line.startswith("STOP"):
+                self.kept = int(line[5:]) if len(line) > 5 else None
                 self.stopped.set()
             else:
                 self.lines.put(line.rstrip("\n"))
@@ -87,6 +90,7 @@ class Child:
         while (line := self.lines.get()) not in (None, "QUIT"):
             verb, _, rest = line.partition(" ")
             self.stopped.clear()
+            self.kept = None
             self.carry_out(verb, rest, getattr(self, verb.lower(), self.unknown))
         return 0
 
@@ -111,11 +115,15 @@ class Child:
     # Directives.
 
     def do_accept(self, _) -> None:
-        n_reused, _, ids, _ = self.request
+        n_reused, _, ids, keys = self.request
         self.say(f"RESUME {n_reused}")
         for position in range(min(n_reused + CHUNK, len(ids)), len(ids) + CHUNK, CHUNK):
             self.say(f"PP {min(position, len(ids))} {len(ids)} 1.5 1000.0")
         self.say(f"REUSED {n_reused}")
+        if "source=1" in keys:
+            both = zip(self.held, ids, strict=False)
+            n_same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(self.held), len(ids)))
+            self.say(f"SOURCE {'live' if n_reused else 'none'} {n_reused} {n_same}")
 
     def do_text(self, text: str) -> None:
         self.emit(to_ids(text))
@@ -136,7 +144,7 @@ class Child:
         if self.stopped.is_set() and finish != "length":
             finish = "cancel"
         n_new = len(self.answer)
-        self.held = ids + self.answer[:-1]
+        self.held = ids + self.answer[: len(self.answer) - 1 if self.kept is None else self.kept]
         self.say(f"DONE {n_new} {len(ids)} 2.5 10.0 {finish} 0 0 {n_reused} 1 2 0 0 0.0 {len(ids) - n_reused} 0")
 
     def do_mark(self, name: str) -> None:
@@ -151,6 +159,9 @@ class Child:
 
     def do_wait_stop(self, _) -> None:
         self.stopped.wait()
+
+    def do_pause(self, _) -> None:
+        time.sleep(0.02)
 
     def do_stderr(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -174,7 +185,7 @@ class Child:
 
     def start(self, _) -> None:
         self.say(f"INFO context={N_CTX} kv=fp16 kv_resident=0 backend=cpu")
-        self.say("INFO model=scripted model n_vocab=263 spec=1 conversation_cache_mib=0")
+        self.say("INFO model=scripted n_vocab=263 spec=1 conversation_cache_mib=0")
         self.say("INFO model_fp=00000000000000aa config_fp=00000000000000bb engine=0.1")
         self.say(f"READY {N_CTX} stop")
 
@@ -210,6 +221,19 @@ class Child:
         self.note("results", f"{path} {len(self.held)}")
         self.say(f"SAVED {len(self.held)} {len(data)} 12.5")
 
+    def autosave(self, path: str) -> None:
+        try:
+            with open(path, "rb") as file:
+                kept = json.loads(file.read())
+        except FileNotFoundError:
+            kept = []
+        except ValueError:
+            kept = [-1]
+        if self.held and self.held[: len(kept)] != kept:
+            self.say("SERR invalid 0 nothing that is held continues this file")
+            return
+        self.save(path)
+
     def restore(self, path: str) -> None:
         try:
             with open(path, "rb") as file:
@@ -228,6 +252,9 @@ class Child:
     def erase(self, _) -> None:
         self.say(f"ERASED {len(self.held)}")
         self.held = []
+
+    def tokens(self, _) -> None:
+        self.say(f"TOKENS {len(self.held)} {','.join(map(str, self.held))}".rstrip())
 
     def stats(self, _) -> None:
         self.say("STATS " + json.dumps({"held": len(self.held)}))

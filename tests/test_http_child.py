@@ -1,8 +1,11 @@
 """The engine child under the front: turns, limits, a child that breaks the rules, ends or is ended."""
 
+import asyncio
+import json
 import os
 import random
 import signal
+import socket
 import threading
 import time
 
@@ -70,6 +73,18 @@ BAD_SESSION_LINES = [
     ["SWAIT flush 3601"],
     ["SWAIT flush 1.5"],
     ["SWAIT flush"],
+    ["SWAIT flush x"],
+    ["SWAIT flush -1"],
+    ["SWAIT flush 5 extra"],
+    ["SWAIT fl:sh 5"],
+    ["SWAIT  5"],
+    ["SESSION -1 10"],
+    ["SESSION 1_0 20"],
+    ["SAVED 1 2 inf"],
+    ["SAVED 1 2 +3"],
+    ["SAVED 1 2 1_0"],
+    ["SAVED +1 2 3"],
+    ["SAVED x y z"],
     ["SAVED 1 2 nan"],
     ["SAVED 1 2 -1"],
     ["SAVED 1 2"],
@@ -175,7 +190,184 @@ def test_a_child_out_of_step_while_idle_is_not_asked_to_save(front):
     assert "SAVE" not in " ".join(front.verbs())
 
 
+def test_lines_for_the_log_are_no_answers(front):
+    front.script("GEN", "@accept", "WARN hot", "@text ab", "INFO still here", "@done")
+    assert front.chat().status_code == 200
+    front.script("SAVE", "INFO something", "SESSION 0 4", "WARN a slow disk", "SAVED 1 2 3.0")
+    assert front.slot("save", "a.bin").json()["n_saved"] == 1
+    front.script("ERASE", "INFO gone soon", "@default")
+    assert front.slot("erase").status_code == 200
+    for line in ("WARN hot", "INFO still here", "INFO something", "WARN a slow disk", "INFO gone soon"):
+        assert line in front.terminal.lines
+    assert len(front.pids()) == 1
+
+
+def test_a_line_for_the_log_is_no_sign_of_life(make_front):
+    front = make_front(silence_s=1)
+    front.chat()
+    front.script("SAVE", *["INFO busy", "@pause"] * 200)
+    refused(front.slot("save", "a.bin"), 500, "silent for 1 s")
+
+
+def test_what_the_engine_says_moves_no_cursor(front):
+    evil = "\x1b]0;title\x07\x1b[2Jred\u202e \x9bH"
+    front.script("GEN", f"ERR {evil}")
+    message = front.chat().json()["error"]["message"]
+    front.script("SAVE", f"SERR io 0 {evil}")
+    message += front.slot("save", "a.bin").json()["error"]["message"]
+    front.script("GEN", "@accept", f"ERR {evil}")
+    message += front.chat().json()["error"]["message"]
+    front.script("GEN", f"@stderr {evil}", "@exit 3")
+    message += front.chat().json()["error"]["message"]
+    front.script("START", f"INFO model={evil} backend=cpu", "READY 4096 stop")
+    assert front.chat().status_code == 200
+    message += json.dumps(front.get("/props").json()["engine"], ensure_ascii=False)
+    assert message.count("red") == 5
+    assert message.isprintable()
+
+
 # --- Refusals and failures of the engine ---
+
+
+def test_a_failure_in_the_middle_of_a_request_keeps_the_child_and_holds_nothing(front):
+    front.chat()
+    for lines, stream in ((["@accept"], False), (["@accept", "@text ab"], True), (["RESUME 0"], False)):
+        front.script("GEN", *lines, "ERR the logits are not finite")
+        answer = front.chat(stream=stream)
+        assert "the logits are not finite" in answer.text
+        if not stream:
+            refused(answer, 500, "not finite")
+            assert answer.headers["x-should-retry"] == "false"
+        assert held(front) == 0
+    assert front.chat().status_code == 200
+    assert len(front.pids()) == 1
+
+
+def test_the_reason_of_an_end_is_kept(front):
+    front.script("GEN", "@accept", "@text ab", "FATAL the device is gone", "@exit 1")
+    assert "the device is gone" in front.stream()
+    front.script("START", "INFO engine=1", "FATAL no memory for the weights", "@exit 1")
+    refused(front.chat(), 500, "no memory for the weights")
+    front.chat()
+    front.script("ERASE", "FATAL half erased", "@exit 1")
+    refused(front.slot("erase"), 500, "half erased")
+    front.chat()
+    front.script("TOKENS", "FATAL lost count", "@exit 1")
+    refused(front.get("/slots/0/conversation"), 500, "lost count")
+    front.script("GEN", "@accept", "@text x", "@done", "FATAL in the night", "@exit 1")
+    front.chat()
+    front.wait_for(lambda: front.get("/slots").json()[0]["model"] == "unloaded", "its end")
+    assert front.chat().status_code == 200
+    assert any("in the night" in line for line in front.terminal.lines)
+
+
+def test_last_words_are_those_of_the_request(front):
+    front.script("START", "@stderr loaded in 1.2 s", "@default")
+    front.post("/unload")
+    front.chat()
+    front.wait_for(lambda: "loaded in 1.2 s" in front.terminal.lines, "the words of the start")
+    front.script("GEN", "@accept", "@die")
+    message = refused(front.chat(), 500, "signal 9")["message"]
+    assert "loaded" not in message
+
+
+def test_a_prompt_that_was_not_read_to_its_end_is_held_as_far_as_it_was(front):
+    begun = ["RESUME 0", "PP 512 1000 1.0 1.0", "@mark begun", "@wait-stop"]
+    front.script("GEN", *begun, "DONE 0 1000 1.0 0.0 cancel 0 0 0 0 0 0 0 0.0 512 0")
+    with front.client.stream("POST", "/completion", json={"prompt": "x" * 1000, "stream": True}) as answer:
+        front.wait_mark("begun")
+        assert answer.status_code == 200
+    front.wait_for(lambda: held(front) == 512, "what was read")
+    front.script("SAVE", "SAVED 512 9000 1.0")
+    assert front.slot("save", "a.bin").json()["n_saved"] == 512
+
+
+def test_a_request_that_keeps_nothing_leaves_what_is_held(front):
+    front.chat("hello")
+    before = held(front)
+    generation = run_on(front, lambda: front.front.child.generate("GEN 5 ckpt=0 104,105"))
+    front.wait_for(lambda: not generation._events.empty() and not front.front.child.busy, "its end")
+    assert held(front) == before
+
+
+def test_what_the_engine_says_to_hold_is_what_is_shown(front):
+    front.chat("hello")
+    for finish in ("cancel", "length"):
+        front.script(
+            "GEN", "RESUME 0", "REUSED 0", "T 104", "HELD 77", f"DONE 1 50 1 1 {finish} 0 0 0 0 0 0 0 0.0 50 0"
+        )
+        front.chat()
+        assert held(front) == 77
+    front.script("GEN", "RESUME 0", "REUSED 0", "HELD x")
+    refused(front.chat(), 500, "out of step")
+
+
+def test_a_stop_may_say_how_much_is_to_be_kept(front):
+    front.script("GEN", "@accept", "@text abcdef", "@mark begun", "@wait-stop", "@done")
+    generation = run_on(front, lambda: front.front.child.generate("GEN 50 104,105"))
+    front.wait_mark("begun")
+    run_on(front, lambda: generation.stop(4))
+    front.wait_for(lambda: not front.front.child.busy, "its end")
+    assert front.verbs()[-1] == "STOP 4"
+    assert held(front) == 2 + 4
+    run_on(front, lambda: generation.stop())
+    assert generation.n_kept == 4
+
+
+def run_on(front, work):
+    """The result of ``work``, called on the loop of the front."""
+
+    async def call():
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(call(), front._loop).result(front.deadline_s)
+
+
+def test_where_a_prompt_was_taken_from_is_told(front):
+    front.script("GEN", "RESUME 3", "PP 4 9 1.0 1.0", "@mark reading", "@wait go", "PP 9 9 1.0 1.0", "REUSED 3",
+                 "SOURCE checkpoint 3 5", "@text ab", "@mark answering", "@wait on", "@done")  # fmt: skip
+    with front.meanwhile(front.chat):
+        front.wait_mark("reading")
+        front.wait_for(lambda: slot(front)["n_read"] == 4, "the first part")
+        assert {key: slot(front)[key] for key in ("phase", "n_prompt", "n_generated", "cache_n")} == {
+            "phase": "reading",
+            "n_prompt": 9,
+            "n_generated": 0,
+            "cache_n": 3,
+        }
+        front.mark("go")
+        front.wait_mark("answering")
+        front.wait_for(lambda: slot(front)["n_generated"] == 2, "the answer")
+        assert slot(front)["phase"] == "answering"
+        front.mark("on")
+    after = slot(front)
+    assert (after["phase"], after["cache_source"], after["cache_n"], after["diverged_at"]) == (
+        "idle",
+        "checkpoint",
+        3,
+        5,
+    )
+
+
+def test_the_phase_of_a_save_and_of_those_behind_it(front):
+    front.chat()
+    front.script("SAVE", "@mark begun", "@wait go", "@default")
+    with front.meanwhile(lambda: front.slot("save", "a.bin")):
+        front.wait_mark("begun")
+        with front.meanwhile(front.chat):
+            front.wait_for(lambda: slot(front)["n_waiting"] == 1, "the queue")
+            assert slot(front)["phase"] == "saving"
+            front.mark("go")
+    front.post("/unload")
+    front.script("START", "@mark loading", "@wait loaded", "@default")
+    with front.meanwhile(front.chat):
+        front.wait_mark("loading")
+        assert slot(front)["phase"] == "waiting"
+        front.mark("loaded")
+
+
+def slot(front) -> dict:
+    return front.get("/slots").json()[0]
 
 
 @pytest.mark.parametrize(
@@ -475,6 +667,111 @@ def test_a_queued_request_whose_client_hangs_up_is_never_begun(front, monkeypatc
         front.mark("go")
     assert front.chat("after").status_code == 200
     assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN", "SAVE", "GEN"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_queued_request_whose_client_went_is_dropped_at_once(front, stream):
+    front.chat()
+    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
+    body = json.dumps({"prompt": "queued", "stream": stream}).encode()
+    with front.meanwhile(front.chat):
+        front.wait_mark("begun")
+        leave_in_the_queue(front, "/completion", body)
+        front.mark("go")
+    assert front.chat("after").status_code == 200
+    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN", "GEN", "GEN"]
+
+
+def leave_in_the_queue(front, path: str, body: bytes) -> None:
+    """Queue a request and hang up; it is to leave the queue while the one before it still runs."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", front.port)) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        front.wait_for(lambda: slot(front)["n_waiting"] == 1, "the request to queue")
+    front.wait_for(lambda: slot(front)["n_waiting"] == 0, "the queue to be left")
+
+
+def test_a_request_given_up_while_the_model_loads_is_not_read(front):
+    front.post("/unload")
+    front.script("START", "@mark loading", "@wait go", "@default")
+    with socket.create_connection(("127.0.0.1", front.port)) as client:
+        body = b'{"prompt": "x", "stream": true}'
+        head = b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        front.wait_mark("loading")
+    front.wait_for(lambda: front.front.child._current.stopped, "the hang-up")
+    front.mark("go")
+    assert front.chat("after").status_code == 200
+    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN"]
+
+
+def test_a_queued_restore_or_erase_goes_with_its_client_and_a_save_stays(front):
+    front.chat()
+    front.slot("save", "a.bin")
+    before = held(front)
+    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
+    with front.meanwhile(front.chat):
+        front.wait_mark("begun")
+        leave_in_the_queue(front, "/slots/0?action=restore", b'{"filename": "a.bin"}')
+        leave_in_the_queue(front, "/slots/0?action=erase", b"{}")
+        with httpx.Client(base_url=front.url) as client, pytest.raises(httpx.ReadTimeout):
+            client.post("/slots/0?action=save", json={"filename": "b.bin"}, timeout=httpx.Timeout(20, read=0.3))
+        assert slot(front)["n_waiting"] == 1
+        front.mark("go")
+    front.wait_for((front.folder / "saved" / "b.bin").exists, "the save")
+    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN", "SAVE", "GEN", "SAVE"]
+    assert held(front) != before
+
+
+def test_a_file_that_goes_while_its_restore_waits_is_not_found(front):
+    front.chat()
+    front.slot("save", "a.bin")
+    saved = front.folder / "saved" / "a.bin"
+    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
+    with front.meanwhile(front.chat):
+        front.wait_mark("begun")
+        with front.meanwhile(lambda: front.slot("restore", "a.bin")) as answers:
+            front.wait_for(lambda: slot(front)["n_waiting"] == 1, "the restore to queue")
+            saved.unlink()
+            front.mark("go")
+    refused(answers[0], 404, "a.bin")
+    assert "RESTORE" not in " ".join(front.verbs())
+    saved.write_text("[1]")
+    front.script("RESTORE", "@mark reading", "@wait gone", "SERR io 0 cannot open the file")
+    with front.meanwhile(lambda: front.slot("restore", "a.bin")) as answers:
+        front.wait_mark("reading")
+        saved.unlink()
+        front.mark("gone")
+    refused(answers[0], 404, "a.bin")
+    assert len(front.pids()) == 1
+
+
+def test_a_folder_that_goes_is_a_refusal_and_never_a_fault(front):
+    front.chat()
+    folder = front.folder / "saved"
+    folder.rename(front.folder / "elsewhere")
+    for there in (lambda: None, folder.touch):
+        there()
+        refused(front.slot("restore", "a.bin"), 404)
+        refused(front.client.delete("/sessions/a.bin"), 404)
+        assert front.get("/sessions").json()["data"] == []
+    folder.unlink()
+    (front.folder / "elsewhere").rename(folder)
+    assert front.slot("save", "a.bin").status_code == 200
+
+
+def test_an_existing_file_is_kept_where_that_is_asked_for(front):
+    front.chat()
+    body = {"filename": "a.bin", "overwrite": False}
+    assert front.post("/slots/0?action=save", body).status_code == 200
+    before = (front.folder / "saved" / "a.bin").read_bytes()
+    front.chat("another")
+    answer = front.post("/slots/0?action=save", body)
+    refused(answer, 409, "a.bin")
+    assert answer.headers["x-should-retry"] == "false"
+    assert (front.folder / "saved" / "a.bin").read_bytes() == before
+    assert front.post("/slots/0?action=save", body | {"overwrite": True}).status_code == 200
+    assert (front.folder / "saved" / "a.bin").read_bytes() != before
 
 
 def test_a_save_whose_client_hangs_up_goes_on(front):

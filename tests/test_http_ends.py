@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,12 +16,15 @@ import httpx
 import pytest
 
 import httpfront
+import httpsignals
 from runningfront import CHILD, DEADLINE_S, RunningFront, events, write_tokenizer_model
+from sessionfolder import names_at_exit
 
 MAIN = """
 import json, sys
 sys.path.insert(0, {root!r})
 import httpfront
+{before}
 options = json.loads(sys.argv[1])
 try:
     sys.exit(httpfront.serve(httpfront.FrontOptions(port=0, **options), sys.argv[2:]))
@@ -32,7 +36,8 @@ except httpfront.FrontError as error:
 class Process:
     """A front as a process of its own, over the scripted child."""
 
-    def __init__(self, folder: pathlib.Path, **options):
+    def __init__(self, folder: pathlib.Path, *, before: str = "", descriptors: int | None = None, **options):
+        """``before`` is code that runs in the process ahead of the front."""
         self.folder, self.scripts, self.saved = folder, folder / "scripts", folder / "saved"
         for path in (self.scripts, self.saved):
             path.mkdir(exist_ok=True)
@@ -40,11 +45,14 @@ class Process:
         if not model.exists():
             write_tokenizer_model(model)
         options = {"model": str(model), "slot_save_path": str(self.saved), **options}
-        main = MAIN.format(root=str(pathlib.Path(httpfront.__file__).parent))
+        main = MAIN.format(root=str(pathlib.Path(httpfront.__file__).parent), before=before)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        less = (descriptors or limits[0], limits[1])
         self.process = subprocess.Popen(
             [sys.executable, "-c", main, json.dumps(options), sys.executable, "-S", CHILD, str(self.scripts)],
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, less),  # noqa: PLW1509 - no thread before it
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -179,7 +187,7 @@ def test_a_second_signal_ends_at_once_and_the_old_file_stays(make):
     front.chat()
     front.slot("save", "a.bin")
     before = (front.saved / "a.bin").read_bytes()
-    front.script("SAVE", "SWAIT capture 60", "@mark begun", "@deaf")
+    front.script("AUTOSAVE", "SWAIT capture 60", "@mark begun", "@deaf")
     front.signal()
     front.wait_mark("begun")
     front.signal()
@@ -222,12 +230,107 @@ def test_a_file_that_was_refused_at_start_is_not_overwritten_at_exit(make, tmp_p
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved" / "a.bin").write_text("another model's conversation")
     front = make(restore_at_start="a.bin", save_at_exit="a.bin").wait_ready()
-    assert "'a.bin' was not restored" in front.log
+    front.wait_for(lambda: "'a.bin' was not restored" in front.log, "the line in the log")
     front.chat()
     front.signal()
     assert front.wait() == 0
     assert (front.saved / "a.bin").read_text() == "another model's conversation"
     assert json.loads((front.saved / "a.bin.new").read_text())
+
+
+def test_a_conversation_that_does_not_continue_the_file_takes_another_name(make):
+    long, other = "the long one", "Generate tags for: this"
+    front = make(save_at_exit="a.bin").wait_ready()
+    front.chat(long)
+    front.slot("save", "a.bin")
+    before = (front.saved / "a.bin").read_bytes()
+    front.chat(other)
+    front.signal()
+    assert front.wait() == 0
+    assert (front.saved / "a.bin").read_bytes() == before
+    assert "'a.bin' is left as it is: nothing that is held continues this file" in front.log
+    assert "save 'a.bin.new'" in front.log
+    for text, name in (("a third", "a.bin.new2"), ("a fourth", "a.bin.new3")):
+        front = make(save_at_exit="a.bin").wait_ready()
+        front.chat(text)
+        front.signal()
+        assert front.wait() == 0
+        assert f"save '{name}'" in front.log
+    assert (front.saved / "a.bin").read_bytes() == before
+    front = make(save_at_exit="a.bin", restore_at_start="a.bin.new").wait_ready()
+    front.signal()
+    assert front.wait() == 0
+    assert "save 'a.bin.new'" in front.log, "what continues the second name goes there"
+    assert sorted(os.listdir(front.saved)) == ["a.bin", "a.bin.new", "a.bin.new2", "a.bin.new3"]
+
+
+def test_a_conversation_that_continues_the_file_replaces_it(make):
+    front = make(save_at_exit="a.bin", restore_at_start="a.bin").wait_ready()
+    answer = front.chat("one").json()["choices"][0]["message"]
+    front.slot("save", "a.bin")
+    short = json.loads((front.saved / "a.bin").read_text())
+    messages = [{"role": "user", "content": "one"}, answer, {"role": "user", "content": "two"}]
+    front.chat(messages=messages)
+    front.signal()
+    assert front.wait() == 0
+    long = json.loads((front.saved / "a.bin").read_text())
+    assert long[: len(short)] == short
+    assert len(long) > len(short)
+    assert os.listdir(front.saved) == ["a.bin"]
+
+
+def test_the_names_at_the_end_are_bounded(make, tmp_path):
+    (tmp_path / "saved").mkdir()
+    for name in names_at_exit("a.bin"):
+        (tmp_path / "saved" / name).write_text("[7]")
+    front = make(save_at_exit="a.bin").wait_ready()
+    front.chat()
+    front.signal()
+    assert front.wait() == 0
+    assert "not saved at exit" in front.log
+    assert {path.read_text() for path in (tmp_path / "saved").iterdir()} == {"[7]"}
+
+
+def test_a_save_at_the_end_that_fails_otherwise_tries_no_other_name(make):
+    front = make(save_at_exit="a.bin").wait_ready()
+    front.chat()
+    front.slot("save", "a.bin")
+    front.script("AUTOSAVE", "SERR storage 0 disk full")
+    front.signal()
+    assert front.wait() == 0
+    assert "not saved at exit: disk full" in front.log
+    assert os.listdir(front.saved) == ["a.bin"]
+
+
+HANGS = """
+import pathlib, time, tokenizer
+def hang(*args, **options):
+    pathlib.Path({mark!r}).touch()
+    while True:
+        time.sleep(0.001)
+async def hang_loop(*args):
+    hang()
+"""
+
+
+@pytest.mark.parametrize(
+    ("hung", "method", "path"),
+    [
+        ("tokenizer.Tokenizer.encode = hang", "POST", "/tokenize"),
+        ("httpfront.Front.models = hang_loop", "GET", "/v1/models"),
+    ],
+    ids=["a thread", "the loop"],
+)
+def test_the_second_signal_ends_whatever_hangs(make, tmp_path, hung, method, path):
+    front = make(before=HANGS.format(mark=str(tmp_path / "scripts" / "hung")) + hung).wait_ready()
+    with socket.create_connection(("127.0.0.1", front.port)) as client:
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: 16\r\n\r\n".encode() + b'{"content": "x"}')
+        front.wait_mark("hung")
+        front.signal()
+        front.signal(signal.SIGINT)
+        assert front.wait() == httpsignals.EXIT_FORCED
+    assert not running(front.pids()[0])
 
 
 def test_a_restore_that_kills_the_child_at_start_leaves_a_working_server(make, tmp_path):

@@ -436,6 +436,19 @@ def test_a_stopped_answer_can_be_saved_and_continued(front):
     assert front.restore("stopped.bin")["n_restored"] == n_held
 
 
+def test_the_conversation_is_told_from_the_tokens_that_are_held(front):
+    answer = front.chat("In the beginning", max_tokens=12, temperature=0).json()["choices"][0]["message"]["content"]
+    held = front.get("/slots/0/conversation").json()
+    assert held["messages"][0] == {"role": "user", "content": "In the beginning"}
+    assert answer.startswith(held["messages"][1]["content"])
+    assert held["n_tokens"] == front.held()
+    front.save("words.bin")
+    front.restart_engine()
+    assert front.get("/slots/0/conversation").json()["messages"] == []
+    front.restore("words.bin")
+    assert front.get("/slots/0/conversation").json()["messages"] == held["messages"]
+
+
 def test_unload_and_load(front):
     following, n_held = conversation(front, 80, seed=45)
     front.save("unload.bin")

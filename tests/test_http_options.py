@@ -14,10 +14,11 @@ import httpx
 import pytest
 from rich.console import Console
 
+import httpfront
 import strata
 from childproc import SessionProgress
 from httpfront import FrontOptions, OptionRefused, Terminal
-from runningfront import RunningFront
+from runningfront import RunningFront, write_tokenizer_model
 from test_http_engine import MODEL, QUICK, EngineFront
 
 STRATA = str(pathlib.Path(strata.__file__))
@@ -65,11 +66,65 @@ def test_lists_are_separated_by_commas():
         ({"allowed_host": ","}, "--allowed-host"),
         ({"session_restore_at_start": "../a.bin"}, "--session-restore-at-start"),
         ({"session_save_at_exit": "a/b"}, "--session-save-at-exit"),
+        ({"session_save_at_exit": "x" * 200}, "--session-save-at-exit"),
+        ({"api_key": ""}, "--api-key"),
+        ({"api_key": "a", "api_key_file": "b"}, "give one of them"),
+        ({"api_key_file": "/nonexistent/key"}, "--api-key-file: '/nonexistent/key' cannot be read"),
+        ({"api_key_file": "/"}, "--api-key-file"),
+        ({"api_key_file": "/dev/null"}, "--api-key-file"),
     ],
 )
 def test_refused_options_are_named(flags, text):
     with pytest.raises(OptionRefused, match=re.escape(text)):
         from_flags(**flags)
+
+
+def test_the_key_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    path = tmp_path / "key"
+    path.write_text("sesame\n")
+    assert from_flags(api_key_file=str(path)).access.api_key == "sesame"
+    assert from_flags().access.api_key is None
+    monkeypatch.setenv("STRATA_API_KEY", "mellon")
+    assert from_flags().access.api_key == "mellon"
+    assert from_flags(api_key_file=str(path)).access.api_key == "sesame"
+    assert from_flags(api_key="friend").access.api_key == "friend"
+    for text in ("", "\n", "two words", "two\nlines", "x" * 5000):
+        path.write_text(text)
+        with pytest.raises(OptionRefused, match="--api-key-file"):
+            from_flags(api_key_file=str(path))
+    monkeypatch.setenv("STRATA_API_KEY", "")
+    with pytest.raises(OptionRefused, match="STRATA_API_KEY"):
+        from_flags()
+
+
+def test_the_key_reaches_neither_the_child_nor_the_log(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(httpfront, "serve", lambda options, command: started.append((options, command)) or 0)
+    key = tmp_path / "key"
+    key.write_text("sesame")
+    run = ["--serve", "--http", "0", "--model", "a.gguf"]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"api_key": "sesame"}))
+    for flags, warned in (
+        (["--api-key", "sesame"], True),
+        (["--api-key-file", str(key)], False),
+        (["--config", str(config)], False),
+    ):
+        assert strata.main([*run, *flags]) == 0
+        options, command = started.pop()
+        assert options.access.api_key == "sesame"
+        assert "sesame" not in " ".join(command)
+        said = capsys.readouterr().err
+        assert ("list of processes" in said) == warned
+        assert "sesame" not in said
+
+
+def test_the_key_is_not_in_the_environment_of_the_child(tmp_path, monkeypatch):
+    monkeypatch.setenv("STRATA_API_KEY", "mellon")
+    code = "import os; print(f'INFO key={os.environ.get(\"STRATA_API_KEY\")}\\nREADY 10 stop', flush=True); input()"
+    model = write_tokenizer_model(tmp_path / "tiny.gguf")
+    with RunningFront(tmp_path, model, command=[sys.executable, "-c", code]) as front:
+        assert front.get("/props").json()["engine"]["key"] == "None"
 
 
 def test_a_folder_whose_name_no_line_can_carry():
@@ -159,7 +214,9 @@ def test_progress_is_one_line_on_a_terminal_and_nothing_in_a_file():
         terminal.watch(None)
         terminal.watch(None)
         terminal.log("[red]as it is[/red] " + "x" * 200)
+        terminal.log("\x1b[2J\x9b\r\ngone")
         shown = file.getvalue()
         assert ("save [b]chat1.bin capture" in shown) == is_terminal
         assert ("10.0 MiB" in shown) == is_terminal
         assert "[red]as it is[/red] " + "x" * 200 in shown
+        assert "\\x1b[2J\\x9b  gone\n" in shown

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+import scripted_child
 import webpage
 from runningfront import DEADLINE_S, RunningFront, write_tokenizer_model
 from scripted_child import ANSWER
@@ -14,6 +15,7 @@ selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
 from selenium import webdriver  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support import expected_conditions  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -162,8 +164,13 @@ def test_save_restore_and_delete(front, page):
     page.wait_text("li .facts", "1234 tokens")
     page.wait_text("li .facts", "just now")
     page.wait_text("li .facts .match", "matches")
+    page.wait_text(".message.assistant", ANSWER)
+    front.slot("erase")
+    page.browser.refresh()
+    page.wait_text("#state", "0 of")
     assert page.all(".message") == []
     front.script("RESTORE", "RESTORED 1234 567 8.9")
+    front.script("TOKENS", held(["user", "remember this"], ["assistant", ANSWER]))
     page.press("my chat.bin", "Restore")
     page.wait_text(".message.user", "remember this")
     page.wait_text(".message.assistant", ANSWER)
@@ -176,6 +183,112 @@ def test_save_restore_and_delete(front, page):
     page.wait(lambda: not page.all("li[data-name='my chat.bin']"), "the file to go")
     assert not saved.exists()
     assert (front.folder / "saved" / "kept.bin").read_bytes() == ids
+
+
+def held(*turns) -> str:
+    """The answer to TOKENS of a child that holds these turns."""
+    ids = scripted_child.to_ids("".join(f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in turns))
+    return f"TOKENS {len(ids)} {','.join(map(str, ids))}"
+
+
+def save_as(page, name: str) -> None:
+    page.wait(lambda: page.one("#save button").is_enabled(), "the end of what runs")
+    page.one("#name").clear()
+    page.one("#name").send_keys(name)
+    page.one("#save button").click()
+
+
+def words(page) -> list[str]:
+    return [message.text for message in page.all(".message")]
+
+
+def test_a_reload_and_saving_again_keep_the_words(front, page):
+    page.say("remember this")
+    page.wait_text(".note", "tokens reused")
+    save_as(page, "a.bin")
+    page.wait_text(".note", "to a.bin")
+    page.browser.refresh()
+    page.wait_text(".message.assistant", ANSWER)
+    save_as(page, "a.bin")
+    page.wait(lambda: alert(page), "the question")
+    page.browser.switch_to.alert.accept()
+    page.wait_text(".note", "to a.bin")
+    front.chat("something else")
+    front.slot("restore", "a.bin")
+    page.browser.refresh()
+    page.wait_text(".message.assistant", ANSWER)
+    assert words(page) == ["remember this", ANSWER]
+    assert page.browser.execute_script("return localStorage.length") == 0
+
+
+def alert(page) -> bool:
+    return bool(expected_conditions.alert_is_present()(page.browser))
+
+
+def test_an_existing_file_is_replaced_only_when_asked(front, page):
+    front.chat("of another")
+    front.slot("save", "a.bin")
+    before = (front.folder / "saved" / "a.bin").read_bytes()
+    page.say("mine")
+    page.wait_text(".note", "tokens reused")
+    save_as(page, "a.bin")
+    page.wait(lambda: alert(page), "the question")
+    page.browser.switch_to.alert.dismiss()
+    page.wait(lambda: page.one("#save button").is_enabled(), "the end")
+    assert (front.folder / "saved" / "a.bin").read_bytes() == before
+
+
+def test_what_another_client_said_is_not_filed_under_the_words_of_this_page(front, page):
+    page.say("mine")
+    page.wait_text(".note", "tokens reused")
+    page.wait(lambda: page.one("#send").is_displayed(), "the end")
+    front.chat("theirs")
+    save_as(page, "a.bin")
+    page.wait_text(".note", "to a.bin")
+    assert words(page) == ["theirs", ANSWER]
+    page.one("#back").click()
+    assert words(page) == ["mine", ANSWER]
+    page.browser.refresh()
+    page.wait_text(".message.user", "theirs")
+
+
+def test_another_clients_conversation_is_offered(front, page):
+    page.say("mine")
+    page.wait_text(".note", "tokens reused")
+    page.wait(lambda: page.one("#send").is_displayed(), "the end")
+    page.wait_text("#state", "ready")
+    front.chat("theirs")
+    page.browser.execute_script("look()")
+    page.wait(lambda: page.one("#foreign").is_displayed(), "the offer")
+    assert words(page) == ["mine", ANSWER]
+    page.one("#show").click()
+    page.wait_text(".message.user", "theirs")
+    page.say("and on")
+    page.wait_text(".message.user", "and on")
+    front.wait_for(lambda: len(front.verbs()) >= 4, "the request")
+
+
+def test_what_has_no_turns_is_shown_as_text(front, page):
+    front.post("/completion", {"prompt": "once <b>upon</b>", "n_predict": 2})
+    page.browser.refresh()
+    page.wait_text(".message.raw", "once <b>upon</b>")
+
+
+def test_what_takes_long_is_said(front, page):
+    front.script("GEN", "RESUME 0", "PP 512 9000 1.0 1.0", "@wait go", "PP 9000 9000 1.0 1.0", "@text x", "@done")
+    page.say("a long one")
+    page.wait_text("#activity", "reading the prompt: 512 of 9000 tokens")
+    page.wait_text("#state", "reading")
+    front.mark("go")
+    page.wait_text(".note", "tokens reused")
+    page.wait(lambda: page.one("#activity").text == "", "the line to go")
+    front.script("GEN", "@accept", "@text abc", "@mark begun", "@wait on", "@done")
+    with front.meanwhile(front.chat):
+        front.wait_mark("begun")
+        page.say("behind another")
+        page.wait_text("#activity", "waiting for its turn: another answer is being written, 3 tokens")
+        front.mark("on")
+    page.wait_text(".message.assistant:last-of-type, .message.assistant", ANSWER)
 
 
 def test_files_of_others_are_marked(front, chromium):

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 
+import openai
 import pytest
 
 import sessionfolder
@@ -108,13 +109,26 @@ def test_what_is_not_there(front):
 # --- The order of the checks ---
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost", "LOCALHOST.", "[::1]:80", "10.1.2.3"])
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost", "LOCALHOST.", "localhost.:80", "[::1]:80", "10.1.2.3"])
 def test_hosts_of_this_machine(front, host):
     assert front.get("/health", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8080", "localhost.evil.example", "", "[", "127.0.0.1.x"]
+    "host",
+    [
+        *("evil.example", "evil.example:8080", "localhost.evil.example", "", "[", "127.0.0.1.x"),
+        *(
+            "evil.com:80@localhost",
+            "evil@localhost",
+            "@localhost",
+            "localhost/",
+            "localhost?",
+            "localhost#",
+            "localhost:",
+        ),
+        *("localhost:8o", "localhost:123456", "localhost..", "local host", "[::1", "::1", "[::1]x", "[localhost]"),
+    ],
 )
 def test_other_hosts_are_refused(front, host):
     error_of(front.get("/v1/models", headers={"Host": host}), 403)
@@ -296,6 +310,55 @@ def test_a_connection_is_usable_after_an_early_refusal(locked):
         assert answer.count(b"HTTP/1.1 ") == 2
         assert answer.index(b"HTTP/1.1 401") < answer.index(b"HTTP/1.1 200")
         assert b'"status":"ok"' in answer
+
+
+def test_two_lengths_of_a_body_end_the_connection(front):
+    body = b"0\r\n\r\nGET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for lengths in (
+        "Content-Length: 5\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nContent-Length: 0",
+    ):
+        answer = raw(front, f"{head}{lengths}\r\n\r\n".encode() + body)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_second_try_is_asked_for_where_it_can_help(front, locked):
+    front.slot("erase")
+    final = [
+        front.get("/nothing"),
+        front.client.put("/slots"),
+        front.slot("restore", "none.bin"),
+        front.slot("save", "a.bin"),
+        front.post("/slots/0?action=save", {"filename": "../a"}),
+        front.post("/completion", {"prompt": "x" * 5000}),
+        front.client.post("/tokenize", content=b"x", headers={"Content-Type": "text/plain"}),
+        front.client.delete("/sessions/none.bin"),
+        locked.slot("save", "a.bin"),
+        locked.get("/slots", headers={"Authorization": "Bearer wrong"}),
+    ]
+    front.chat()
+    for line in ("storage 0 disk full", "io 0 broken", "io 1 broken", "invalid 0 no"):
+        front.script("SAVE", f"SERR {line}")
+        final.append(front.slot("save", "a.bin"))
+    assert [answer.status_code for answer in final[-4:]] == [507, 500, 500, 400]
+    for answer in final:
+        assert answer.headers["x-should-retry"] == "false", answer.text
+    front.script("SAVE", "SERR memory 0 too little RAM")
+    later = front.slot("save", "a.bin")
+    assert (later.status_code, later.headers["retry-after"]) == (503, "5")
+    assert "x-should-retry" not in later.headers
+
+
+def test_a_save_that_fails_is_carried_out_once_by_the_openai_client(front):
+    front.chat()
+    before = len(front.verbs())
+    front.script("SAVE", "SERR storage 0 disk full")
+    client = openai.OpenAI(base_url=front.url, api_key="none", max_retries=2)
+    with pytest.raises(openai.InternalServerError, match="disk full"):
+        client.post("/slots/0?action=save", body={"filename": "a.bin"}, cast_to=object)
+    assert len(front.verbs()) == before + 1
 
 
 def test_expect_continue(front):
@@ -595,6 +658,12 @@ def test_a_folder_full_of_files_is_looked_into_once(tmp_path):
     assert folder.listing("aa", "bb") == first
     assert len(looked) == sessionfolder.MAX_LISTED
     assert folder.listing(None, None)["data"][0]["match"] is None
+
+
+def test_what_is_wrong_with_a_file_is_told_on_one_line(tmp_path):
+    (tmp_path / "a.bin").touch()
+    folder = sessionfolder.SessionFolder(str(tmp_path), lambda path: sessionfolder.SavedSession(problem="a\x1b[2J\nb"))
+    assert folder.listing(None, None)["data"][0]["problem"] == "a\\x1b[2J b"
 
 
 def test_what_killed_saves_left_is_swept(tmp_path):
