@@ -23,6 +23,7 @@ from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
 from gguffile import GgufError, embedded_model
+from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
 from promptcache import Checkpoints, ParkingLot, is_prefix
@@ -380,7 +381,7 @@ class Session:
             self.engine.experts.forget()
         seconds = time.perf_counter() - started
         if seconds > SLOW_START_S:
-            self.engine.log(f"kernels were compiled in {seconds:.0f} s; the next start finds them in the cache")
+            self.engine.log(f"kernels were compiled in {seconds:.0f} s; {KERNELS.outlook()}")
 
     def close(self) -> None:
         """Nothing outlives a session but its files."""
