@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+import resources
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -49,9 +51,7 @@ class NotPlainFile(Exception):
 
 
 def _available_bytes() -> int:
-    import psutil  # here, as most commands never ask
-
-    return psutil.virtual_memory().available
+    return resources.available_bytes()
 
 
 class PosixSystem:

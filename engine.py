@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 
 import backend
 import controlvector
+import resources
 import sessionstate
 from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
@@ -147,9 +147,7 @@ class Engine:
             log(f"--max-context {self.max_context} is beyond the {config.n_ctx} tokens this model was made for")
         self.cell_format = _choose_format(options.kv, config.head_dim)
         self.spec = _choose_window(options.spec, config.n_draft, log)
-        self.n_threads = options.threads or psutil.cpu_count(logical=False) or 1
-        if self.n_threads > (os.cpu_count() or 1):
-            raise ModelError(f"--threads {self.n_threads}: this machine runs at most {os.cpu_count() or 1}")
+        self.n_threads = _choose_threads(options.threads, log)
         directions, self.cvec_digest = _load_directions(options.control_vector, config)
         if self.backend == "cpu":
             self.operations, team = self.operations.operations(self.n_threads)
@@ -330,6 +328,18 @@ def _choose_window(asked: int | None, n_draft: int, log) -> int:
     return window
 
 
+def _choose_threads(asked: int | None, log) -> int:
+    """Threads that compute, never more than can run at once: the others would be waited for."""
+    if asked is None:
+        return resources.usable_cores()
+    if asked > resources.all_processors():
+        raise ModelError(f"--threads {asked}: this machine runs at most {resources.all_processors()}")
+    allowed = resources.allowed_processors()
+    if asked > allowed:
+        log(f"--threads {asked} is taken as {allowed}: this process's affinity lets no more run at once")
+    return min(asked, allowed)
+
+
 def _load_directions(text: str | None, config):
     if not text:
         return None, 0
@@ -340,7 +350,7 @@ def _load_directions(text: str | None, config):
 
 
 def _available_bytes() -> int:
-    return psutil.virtual_memory().available
+    return resources.available_bytes()
 
 
 class Session:

@@ -309,7 +309,7 @@ SERVE_OPTIONS = (
     Option(
         "spec", int, None, _number(1), "N", "window of speculative decoding (default: 4 with a draft layer); 1 is off"
     ),
-    Option("threads", int, None, _number(1), "N", "compute threads (default: physical cores)"),
+    Option("threads", int, None, _number(1), "N", "compute threads (default: the cores that this process may use)"),
     Option(
         "control_vector", str, None, _text, "FILE[:SCALE]", "control vector added to the model's layers (default: none)"
     ),

@@ -23,7 +23,8 @@ ALLOWED = {
     "kernels_cpu": {"bytecopy", "cpuattention", "cpupacks", "jit", "packing", "simd", "team"},
     "fingerprint": {"jit", "simd"},
     "gguffile": set(),
-    "blockfile": set(),
+    "resources": set(),
+    "blockfile": {"resources"},
     "bytecopy": {"jit", "simd"},
     "sessionlayout": {"blockfile"},
     "plainhash": set(),
@@ -47,7 +48,7 @@ ALLOWED = {
     "controlvector": {"fingerprint", "gguffile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "engine": {"gguffile", "model", "weights", "controlvector", "backend", "kvcache", "promptcache", "sampling"}
-    | {"sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit"},
+    | {"sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "resources"},
     "serveloop": {"engine", "sessionfile", "sessionfolder"},
     "answertext": set(),
     "childproc": set(),
