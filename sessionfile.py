@@ -50,6 +50,7 @@ from sessionlayout import (
     phase_allowance_s,
     read_peak_bytes,
     save_peak_bytes,
+    starts_like_session,
     stream_peak_bytes,
 )
 from sessionparse import Keep, Structure, check_size, check_trailer, read_header
@@ -75,11 +76,13 @@ __all__ = [
     "deepest",
     "inspect_session",
     "list_sessions",
+    "may_replace",
     "peek_session",
     "phase_allowance_s",
     "read_peak_bytes",
     "read_session",
     "save_peak_bytes",
+    "starts_like_session",
     "stream_peak_bytes",
     "verify_session",
     "write_session",
@@ -151,6 +154,7 @@ def write_session(
     size_bytes = FRAME_BYTES + _payload_bytes(image, layers)
     if size_bytes > OPEN:
         raise SessionError("invalid", "too-large", f"the file would have {size_bytes} bytes, more than 64 bits count")
+    _refuse_foreign(path)
     if reserve_bytes > 0:
         _require_disk_space(path, size_bytes, reserve_bytes)
     with _system_failures(lambda: "opening the file"):
@@ -172,6 +176,25 @@ def _refuse_unwritable(image: Image, sources: Sequence[KvSource] | None) -> None
         )
     if image.kv and sources:
         raise SessionError("invalid", "kv-twice", "K/V was given in the image and as sources as well")
+
+
+def may_replace(path: str) -> bool:
+    """Whether a name may be saved to or removed: it is free, or that of a session file, or of an empty one.
+
+    Raises OSError where the file cannot be looked at, or the file system cannot have such a name.
+    """
+    try:
+        start = blockfile.first_bytes(path, len(START_MARK))
+    except NotPlainFile:
+        return True  # a link or a pipe gives its name away, and nothing of what it leads to
+    return start is None or starts_like_session(start)
+
+
+def _refuse_foreign(path: str) -> None:
+    with _system_failures(lambda: "looking at the file that is to be replaced"):
+        if not may_replace(path):
+            text = "the file of this name is no session file and stays: save under another name, or move it away"
+            raise SessionError("invalid", "foreign", text)
 
 
 def _payload_bytes(image: Image, layers: Sequence[KvSource]) -> int:

@@ -66,6 +66,11 @@ def invalid(reason: str, section: str, offset: int | None, expected, found, *, a
     )
 
 
+def starts_like_session(start: bytes) -> bool:
+    """Whether these first bytes are those of a session file of any version, sound, damaged or cut, even to nothing."""
+    return START_MARK[:-1].startswith(start[: len(START_MARK) - 1])
+
+
 def hex64(value: int) -> str:
     return f"{value:016x}"
 
