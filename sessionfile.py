@@ -543,8 +543,7 @@ class SessionReader:
 
 # --- Looking into files without a model ---
 
-# Far above any model; a file made to hurt must not fill the memory with records.
-LOOK_LIMITS = Limits(max_checkpoints=1 << 16, max_kv_layers=1 << 16)
+LOOK_LIMITS = Limits()
 
 
 class SessionInfo(NamedTuple):
@@ -559,12 +558,22 @@ class SessionInfo(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        return sum(sum(layer.part_sizes) for layer in self.image.kv)
+        return sum(sum(layer.part_sizes) for layer in self.image.kv) + self.image.unlisted.kv_bytes
 
     @property
     def state_bytes(self) -> int:
         """The running state and the checkpoints'."""
-        return sum(array.size for record in self.image.records for array in record.state)
+        listed = sum(array.size for record in self.image.records for array in record.state)
+        return listed + self.image.unlisted.state_bytes
+
+    @property
+    def rest(self) -> str:
+        """What there is beyond the checkpoints and layers listed, and whether it was looked at; "" for nothing."""
+        rest = self.image.unlisted
+        if not rest.n_checkpoints and not rest.n_layers:
+            return ""
+        more = f"{rest.n_checkpoints} more checkpoints, {rest.n_layers} more layers"
+        return more if rest.looked_at else f"what is behind these was not looked at: {more} at least"
 
     def as_dict(self) -> dict:
         """Everything as JSON can hold it; 64-bit identities are hexadecimal, as JSON numbers lose digits."""
@@ -587,7 +596,7 @@ class SessionInfo(NamedTuple):
             ],
             "kv_bytes": self.kv_bytes,
             "state_bytes": self.state_bytes,
-        }
+        } | ({"not_listed": vars(image.unlisted)} if self.rest else {})
 
 
 def _record_dict(record: Checkpoint) -> dict:
@@ -596,12 +605,15 @@ def _record_dict(record: Checkpoint) -> dict:
 
 
 def inspect_session(path: str) -> SessionInfo:
-    """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them."""
+    """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them.
+
+    A look ends behind sessionparse.MOST_LISTED checkpoints or layers, and says so.
+    """
     with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
         check_size(reader.size_bytes, LOOK_LIMITS)
         source = _Seeker(reader)
         header = read_header(source, None)
-        image = Structure(source, LOOK_LIMITS, Keep.LAYOUT).read()
+        image = Structure(source, LOOK_LIMITS, Keep.LAYOUT, whole=False).read()
         payload_hash = check_trailer(source, None)
         return _info(path, reader, header, image, payload_hash)
 

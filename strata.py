@@ -693,7 +693,7 @@ def _print_info(info) -> None:
         "state": f"{info.state_bytes} bytes",
         "live state": state_parts,
         "K/V": f"{info.kv_bytes} bytes in {len(image.kv)} layers",
-    }
+    } | ({"not listed": info.rest} if info.rest else {})
     print(_printable(info.path))
     for name, value in lines.items():
         print(f"  {name:<13} {value}")

@@ -34,7 +34,7 @@ from unfinished import temporary_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLE_BYTES = IMAGES["sample"]["file"]["size"]
-OLD = b"STRSESS\x01 of yore"
+OLD = b"STRSESS\0 of yore"
 
 
 class Recording(blockfile.PosixSystem):
@@ -169,7 +169,8 @@ def test_the_file_is_flushed_before_it_gets_its_name(target, monkeypatch):
     write_sample(target)
     steps = [name for name in calls if name != "forget"]
     assert steps == [
-        *("open_folder", "create", "set_direct", "write", "write", "truncate"),
+        *("open_existing", "status", "read", "close"),  # whether it may be replaced
+        *("open_folder", "create", "lock", "set_direct", "write", "write", "truncate"),
         *("flush", "close", "hold", "rename", "flush_folder", "release", "close"),
     ]
 
@@ -309,6 +310,9 @@ def test_extents_are_not_written(target):
         ("rename", errno.EACCES, ("io", False)),
         ("create", errno.EACCES, ("io", False)),
         ("create", errno.ENOSPC, ("storage", False)),
+        ("open_existing", errno.EACCES, ("io", False)),
+        ("read", errno.EIO, ("io", False)),
+        ("lock", errno.EMFILE, ("io", False)),
         ("open_folder", errno.EACCES, ("io", False)),
         ("open_folder", errno.ENOMEM, ("memory", False)),
         ("flush_folder", errno.EIO, ("io", True)),
@@ -316,7 +320,7 @@ def test_extents_are_not_written(target):
     ],
 )
 def test_failures_have_their_kind(call, code, outcome, target, monkeypatch):
-    use(monkeypatch, Recording(1, code, call))
+    use(monkeypatch, Recording(2 if call == "close" else 1, code, call))  # the first one is that of the older file
     error = refusal(write_sample, target)
     assert (error.kind, error.published) == outcome
     assert os.strerror(code) in str(error)
