@@ -79,10 +79,7 @@ class KernelFolder:
         """Make room for a new file; a cache holds nothing that would be missed."""
         told = f"the compiled kernel {path} is not used, it is compiled anew: {reason}"
         try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
+            _remove(path)
         except FileNotFoundError:
             pass  # another process was first
         except OSError as error:
@@ -116,7 +113,14 @@ class KernelFolder:
             for path in pathlib.Path(self.path).glob("*.tmp"):
                 with contextlib.suppress(FileNotFoundError):
                     if time.time() - path.stat().st_mtime > STALE_S:
-                        path.unlink()
+                        _remove(path)
+
+
+def _remove(path: str | pathlib.Path) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
 
 
 def _open(path: str, flags: int) -> int:

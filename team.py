@@ -29,9 +29,9 @@ TURN, DONE, PARKED, END, CALLED, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 2
 CLOCK, AWAY, RETURN_AT, RETURNED, STEP = 96, 98, 99, 100, 101  # the caller's own; two words of room for the clock
 CONTROL_WORDS = 104
 SPINS = 200_000  # looks at the word before a helper sleeps: longer than the gap between two operations of a token
-# A helper that was waited for long has lost its core to another program. It is sent away for as long as it was waited
-# for; for twice that when it is lost again soon behind its return, and so on: a single loss costs little, a core that
-# stays taken is asked for again while that costs a few per cent.
+# A helper that was waited for long has lost its core to another program. When that comes again soon, it is sent away
+# for twice as long as it was waited for, then for four times, and so on: a single loss costs no more than itself, and a
+# core that stays taken is asked for again as often as costs a few per cent.
 LOST_NS = 300_000  # a wait that is longer than two jobs of the operation by this much
 SOON = 16  # times the wait
 MOST_STEPS = 4
@@ -211,9 +211,11 @@ def wait_for_jobs(control, n_jobs, began, n_own):
 
 @njit
 def _send_away(control, now, waited):
-    """Have one helper less, as `waited` ns were lost to one."""
-    soon = now - control[RETURNED] < SOON * waited
-    control[STEP] = min(MOST_STEPS, control[STEP] + 1) if soon else 0
+    """Have one helper less, as `waited` ns were lost to one, and not for the first time."""
+    if now - control[RETURNED] >= SOON * waited:
+        control[STEP], control[RETURNED] = 0, now
+        return
+    control[STEP] = min(MOST_STEPS, control[STEP] + 1)
     control[AWAY] = min(MOST_AWAY_NS, waited << control[STEP])
     control[RETURN_AT] = now + control[AWAY]
     store_word(control, CALLED, max(0, control[CALLED] - 1))

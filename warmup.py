@@ -59,7 +59,8 @@ def _converse(session: Session) -> None:
     for _ in session.generate(GenRequest(np.zeros(2, np.int32), 2)):
         pass
     try:
-        with tempfile.TemporaryDirectory(prefix="strata-warmup-") as folder:
+        # Beside the kernels: what a killed process leaves there goes with the next one that compiles.
+        with tempfile.TemporaryDirectory(prefix="warm-up-", suffix=".tmp", dir=KERNELS.path) as folder:
             path = os.path.join(folder, "session.bin")
             session.save(path)
             session.restore(path)

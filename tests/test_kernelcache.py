@@ -191,9 +191,13 @@ def test_what_a_killed_process_was_writing_goes_with_the_next_write(folder):
     paths = [pathlib.Path(folder.path) / f"a.nbc.{name}.tmp" for name in ("old", "young")]
     for path in paths:
         path.touch()
-    os.utime(paths[0], (0, 0))
+    trial = pathlib.Path(folder.path) / "warm-up-old.tmp"
+    trial.mkdir()
+    (trial / "session.bin").touch()
+    for path in (paths[0], trial):
+        os.utime(path, (0, 0))
     compiled()
-    assert [path.exists() for path in paths] == [False, True]
+    assert [path.exists() for path in (*paths, trial)] == [False, True, False]
 
 
 def test_another_source_is_another_folder(tmp_path, folder):

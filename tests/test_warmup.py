@@ -118,7 +118,7 @@ def test_a_cache_that_cannot_be_written_any_more_is_told(monkeypatch, run):
 
 
 def test_a_trial_file_that_cannot_be_written_is_told(monkeypatch, run, tmp_path):
-    monkeypatch.setattr(warmup.tempfile, "tempdir", str(tmp_path / "absent"))
+    monkeypatch.setattr(jit.KERNELS, "path", str(tmp_path / "absent"))
     code, out, err = run("--model", MODEL)
     assert (code, out) == (1, "")
     assert "a session file cannot be written for a trial: " in err
