@@ -9,10 +9,10 @@ import collections
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import ntpath
 import os
-import secrets
 import shutil
 import stat
 import threading
@@ -21,6 +21,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+
+import resources
+import unfinished
 
 try:
     import fcntl
@@ -31,7 +34,6 @@ BLOCK_BYTES = 16 << 20
 CACHE_SAMPLES = 16  # pages of a file that are looked for in the page cache
 CACHE_SHARE = 2  # a file that is read twice may take one such part of the available memory as page cache
 DIRECT_UNIT = 4096  # addresses, offsets and lengths of direct transfers are multiples of it
-MAX_STEM_BYTES = 64  # of the destination's name in the temporary's: 86 bytes in all, below every file system's limit
 MAX_NAME_TRIES = 8
 BUFFERED_SWITCH = "STRATA_SESSION_BUFFERED"
 
@@ -49,9 +51,7 @@ class NotPlainFile(Exception):
 
 
 def _available_bytes() -> int:
-    import psutil  # here, as most commands never ask
-
-    return psutil.virtual_memory().available
+    return resources.available_bytes()
 
 
 class PosixSystem:
@@ -75,6 +75,16 @@ class PosixSystem:
     def create(self, folder: int, name: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=folder)
+
+    def lock(self, folder: int, name: str, descriptor: int) -> Callable[[], None] | None:
+        """Keep sweeps away from a new file until what is returned is called; None where one came before."""
+        if unfinished.lock(descriptor) is False:
+            return None
+        try:
+            os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return functools.partial(os.close, os.dup(descriptor))  # the file is closed before it takes its name
 
     def open_existing(self, path: str) -> int:
         # O_NONBLOCK: opening a FIFO must not wait for a writer.
@@ -284,6 +294,10 @@ class WindowsSystem:
         share = self.SHARE_READ | self.SHARE_DELETE
         return self._open(path, self.READ, share, self.OPEN_EXISTING, self.OPEN_REPARSE_POINT | self.BACKUP_SEMANTICS)
 
+    def lock(self, folder: WindowsFolder, name: str, descriptor: int) -> Callable[[], None]:
+        """Nothing to do: nobody else can open it as long as it is open."""
+        return lambda: None
+
     def set_blocking(self, descriptor: int) -> None:
         """Handles that are opened so always wait."""
 
@@ -436,14 +450,6 @@ def free_space_folder(path: str, *, windows: bool | None = None) -> str:
     return head or slash or "."
 
 
-def temporary_name(leaf: str) -> str:
-    """A hidden name beside `leaf` that no other writer has: at most 86 bytes, whole characters."""
-    stem = os.fsencode(leaf)[:MAX_STEM_BYTES]
-    if len(os.fsencode(leaf)) > MAX_STEM_BYTES:
-        stem = stem.decode("utf-8", "ignore").encode()
-    return f".{os.fsdecode(stem)}.{secrets.token_hex(8)}.tmp"
-
-
 def _check_path(path: str) -> None:
     """Refuse as the system would what Python refuses to hand to it."""
     try:
@@ -488,6 +494,7 @@ class BlockWriter:
             self._folder = system.open_folder(folder)
             undo.callback(_close_read, self._folder)
             self._create_temporary()
+            undo.callback(self._unlock)
             undo.callback(self._discard)
             self._direct = _goes_direct(self._descriptor)
             self.step = "allocating a block"
@@ -506,13 +513,31 @@ class BlockWriter:
     def _create_temporary(self) -> None:
         self.step = "creating the temporary file"
         for last_try in range(MAX_NAME_TRIES - 1, -1, -1):
-            self._temporary = temporary_name(self._leaf)
+            self._temporary = unfinished.temporary_name(self._leaf)
             try:
                 self._descriptor = system.create(self._folder, self._temporary)
-                return
             except FileExistsError:
                 if not last_try:
                     raise
+                continue
+            if self._lock_temporary():
+                return
+        raise OSError(errno.EBUSY, "the temporary file was removed each time")
+
+    def _lock_temporary(self) -> bool:
+        """Keep sweeps away from the new file; False where one came before."""
+        try:
+            self._release = system.lock(self._folder, self._temporary, self._descriptor)
+        except OSError:
+            self._discard()
+            raise
+        if self._release is None:
+            self._close()
+        return self._release is not None
+
+    def _unlock(self) -> None:
+        with contextlib.suppress(OSError):  # of a file that was closed before, and of which that was told
+            self._release()
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None  # a failed close has closed it all the same
@@ -616,6 +641,33 @@ class BlockWriter:
 # --- Reading ---
 
 
+def _open_existing(path: str) -> int:
+    try:
+        return system.open_existing(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotPlainFile("symlink", "it is a symbolic link, not the file itself") from error
+        if error.errno == errno.ENXIO:
+            raise NotPlainFile("not-regular", "it is a socket or a device, not a regular file") from error
+        raise
+
+
+def first_bytes(path: str, size: int) -> bytes | None:
+    """The start of a regular file; None where nothing has this name. Raises NotPlainFile, or OSError."""
+    try:
+        descriptor = _open_existing(path)
+    except FileNotFoundError:
+        return None
+    try:
+        mode = system.status(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise NotPlainFile("not-regular", f"it is {_file_kind(mode)}, not a regular file")
+        data = np.empty(size, np.uint8)
+        return data[: system.read(descriptor, data, 0)].tobytes()
+    finally:
+        _close_read(descriptor)
+
+
 class BlockReader:
     """A regular file read in blocks, the next one while the caller works on the present one; may be read again.
 
@@ -633,7 +685,7 @@ class BlockReader:
 
     def __enter__(self) -> "BlockReader":
         with contextlib.ExitStack() as undo:
-            self._descriptor = self._open()
+            self._descriptor = _open_existing(self._path)
             undo.callback(_close_read, self._descriptor)
             status = system.status(self._descriptor)
             if stat.S_ISLNK(status.st_mode):
@@ -660,16 +712,6 @@ class BlockReader:
             self._queued.clear()
             if not self._was_cached and not self._direct:
                 _forget(self._descriptor, 0, 0)
-
-    def _open(self) -> int:
-        try:
-            return system.open_existing(self._path)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise NotPlainFile("symlink", "it is a symbolic link, not the file itself") from error
-            if error.errno == errno.ENXIO:
-                raise NotPlainFile("not-regular", "it is a socket or a device, not a regular file") from error
-            raise
 
     def current_size(self) -> int:
         """The file's size now; `size_bytes` is that at opening."""

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import psutil
 
 import backend
 import controlvector
+import resources
 import sessionstate
 from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
 from generation import CHUNK, MARGIN, FatalError, Generation, GenRequest, RequestError, Resumed
 from gguffile import GgufError, embedded_model
+from jit import KERNELS
 from kvcache import FORMATS, Cache, Snapshot, formats_for
 from model import Model
 from promptcache import (
@@ -98,9 +99,7 @@ class Engine:
             log(f"--max-context {self.max_context} is beyond the {config.n_ctx} tokens this model was made for")
         self.cell_format = _choose_format(options.kv, config.head_dim)
         self.spec = _choose_window(options.spec, config.n_draft, log)
-        self.n_threads = options.threads or psutil.cpu_count(logical=False) or 1
-        if self.n_threads > (os.cpu_count() or 1):
-            raise ModelError(f"--threads {self.n_threads}: this machine runs at most {os.cpu_count() or 1}")
+        self.n_threads = _choose_threads(options.threads, log)
         directions, self.cvec_digest = _load_directions(options.control_vector, config)
         if self.backend == "cpu":
             self.operations, team = self.operations.operations(self.n_threads)
@@ -288,6 +287,18 @@ def _choose_window(asked: int | None, n_draft: int, log) -> int:
     return window
 
 
+def _choose_threads(asked: int | None, log) -> int:
+    """Threads that compute, never more than can run at once: the others would be waited for."""
+    if asked is None:
+        return resources.usable_cores()
+    if asked > resources.all_processors():
+        raise ModelError(f"--threads {asked}: this machine runs at most {resources.all_processors()}")
+    allowed = resources.allowed_processors()
+    if asked > allowed:
+        log(f"--threads {asked} is taken as {allowed}: this process's affinity lets no more run at once")
+    return min(asked, allowed)
+
+
 def _load_directions(text: str | None, config):
     if not text:
         return None, 0
@@ -298,7 +309,7 @@ def _load_directions(text: str | None, config):
 
 
 def _available_bytes() -> int:
-    return psutil.virtual_memory().available
+    return resources.available_bytes()
 
 
 class Session:
@@ -369,7 +380,7 @@ class Session:
             self.engine.experts.forget()
         seconds = time.perf_counter() - started
         if seconds > SLOW_START_S:
-            self.engine.log(f"kernels were compiled in {seconds:.0f} s; the next start finds them in the cache")
+            self.engine.log(f"kernels were compiled in {seconds:.0f} s; {KERNELS.outlook()}")
 
     def close(self) -> None:
         """Nothing outlives a session but its files."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 
 TITLE = "strata expert profile 1"
+MARK = b"strata expert profile "  # of every format
 SAVE_EVERY_S = 600
 
 
@@ -107,9 +108,19 @@ class ExpertProfile:
         try:
             if os.path.lexists(self.path) and not os.path.isfile(self.path):
                 raise OSError(0, "it is no regular file")
+            if not self._may_replace():
+                raise OSError(0, "it is no expert profile, and stays")
             self._replace((self._header + "".join(lines)).encode())
         except OSError as error:
             self._log(f"--expert-profile-save: {self.path} could not be written: {error.strerror}")
+
+    def _may_replace(self) -> bool:
+        """Whether the name is free, or that of a profile of any format and model, or of an empty file."""
+        try:
+            with open(self.path, "rb") as file:
+                return MARK.startswith(file.read(len(MARK)))
+        except FileNotFoundError:
+            return True
 
     def _replace(self, data: bytes) -> None:
         folder = os.path.dirname(self.path)

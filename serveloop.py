@@ -258,11 +258,11 @@ def allowance_s(size_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _signals_call(end: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `end` meanwhile; one that is ignored stays so."""
+    """SIGINT, SIGTERM and SIGHUP call `end` meanwhile; one that is ignored stays so."""
     previous = {}
     if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # none on Windows
+            if number not in previous and signal.getsignal(number) is not signal.SIG_IGN:
                 previous[number] = signal.signal(number, lambda *_: end())
     try:
         yield

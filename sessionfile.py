@@ -50,6 +50,7 @@ from sessionlayout import (
     phase_allowance_s,
     read_peak_bytes,
     save_peak_bytes,
+    starts_like_session,
     stream_peak_bytes,
 )
 from sessionparse import Keep, Structure, check_size, check_trailer, read_header
@@ -75,11 +76,13 @@ __all__ = [
     "deepest",
     "inspect_session",
     "list_sessions",
+    "may_replace",
     "peek_session",
     "phase_allowance_s",
     "read_peak_bytes",
     "read_session",
     "save_peak_bytes",
+    "starts_like_session",
     "stream_peak_bytes",
     "verify_session",
     "write_session",
@@ -151,6 +154,7 @@ def write_session(
     size_bytes = FRAME_BYTES + _payload_bytes(image, layers)
     if size_bytes > OPEN:
         raise SessionError("invalid", "too-large", f"the file would have {size_bytes} bytes, more than 64 bits count")
+    _refuse_foreign(path)
     if reserve_bytes > 0:
         _require_disk_space(path, size_bytes, reserve_bytes)
     with _system_failures(lambda: "opening the file"):
@@ -172,6 +176,25 @@ def _refuse_unwritable(image: Image, sources: Sequence[KvSource] | None) -> None
         )
     if image.kv and sources:
         raise SessionError("invalid", "kv-twice", "K/V was given in the image and as sources as well")
+
+
+def may_replace(path: str) -> bool:
+    """Whether a name may be saved to or removed: it is free, or that of a session file, or of an empty one.
+
+    Raises OSError where the file cannot be looked at, or the file system cannot have such a name.
+    """
+    try:
+        start = blockfile.first_bytes(path, len(START_MARK))
+    except NotPlainFile:
+        return True  # a link or a pipe gives its name away, and nothing of what it leads to
+    return start is None or starts_like_session(start)
+
+
+def _refuse_foreign(path: str) -> None:
+    with _system_failures(lambda: "looking at the file that is to be replaced"):
+        if not may_replace(path):
+            text = "the file of this name is no session file and stays: save under another name, or move it away"
+            raise SessionError("invalid", "foreign", text)
 
 
 def _payload_bytes(image: Image, layers: Sequence[KvSource]) -> int:
@@ -523,8 +546,7 @@ class SessionReader:
 
 # --- Looking into files without a model ---
 
-# Far above any model; a file made to hurt must not fill the memory with records.
-LOOK_LIMITS = Limits(max_checkpoints=1 << 16, max_kv_layers=1 << 16)
+LOOK_LIMITS = Limits()
 
 
 class SessionInfo(NamedTuple):
@@ -539,12 +561,22 @@ class SessionInfo(NamedTuple):
 
     @property
     def kv_bytes(self) -> int:
-        return sum(sum(layer.part_sizes) for layer in self.image.kv)
+        return sum(sum(layer.part_sizes) for layer in self.image.kv) + self.image.unlisted.kv_bytes
 
     @property
     def state_bytes(self) -> int:
         """The running state and the checkpoints'."""
-        return sum(array.size for record in self.image.records for array in record.state)
+        listed = sum(array.size for record in self.image.records for array in record.state)
+        return listed + self.image.unlisted.state_bytes
+
+    @property
+    def rest(self) -> str:
+        """What there is beyond the checkpoints and layers listed, and whether it was looked at; "" for nothing."""
+        rest = self.image.unlisted
+        if not rest.n_checkpoints and not rest.n_layers:
+            return ""
+        more = f"{rest.n_checkpoints} more checkpoints, {rest.n_layers} more layers"
+        return more if rest.looked_at else f"what is behind these was not looked at: {more} at least"
 
     def as_dict(self) -> dict:
         """Everything as JSON can hold it; 64-bit identities are hexadecimal, as JSON numbers lose digits."""
@@ -567,7 +599,7 @@ class SessionInfo(NamedTuple):
             ],
             "kv_bytes": self.kv_bytes,
             "state_bytes": self.state_bytes,
-        }
+        } | ({"not_listed": vars(image.unlisted)} if self.rest else {})
 
 
 def _record_dict(record: Checkpoint) -> dict:
@@ -576,12 +608,15 @@ def _record_dict(record: Checkpoint) -> dict:
 
 
 def inspect_session(path: str) -> SessionInfo:
-    """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them."""
+    """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them.
+
+    A look ends behind sessionparse.MOST_LISTED checkpoints or layers, and says so.
+    """
     with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
         check_size(reader.size_bytes, LOOK_LIMITS)
         source = _Seeker(reader)
         header = read_header(source, None)
-        image = Structure(source, LOOK_LIMITS, Keep.LAYOUT).read()
+        image = Structure(source, LOOK_LIMITS, Keep.LAYOUT, whole=False).read()
         payload_hash = check_trailer(source, None)
         return _info(path, reader, header, image, payload_hash)
 

@@ -7,15 +7,13 @@ named, read or removed.
 Read next: ``httpfront.py``, which answers with this; ``sessionfile.py``, which writes the files.
 """
 
-import contextlib
 import os
-import re
 import stat
 import threading
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import unfinished
 from printable import one_line
 
 MAX_NAME_BYTES = 200
@@ -25,10 +23,6 @@ DEVICE_NAMES = frozenset(
     ["con", "prn", "aux", "nul", "conin$", "conout$"]
     + [f"{port}{digit}" for port in ("com", "lpt") for digit in "123456789\N{SUPERSCRIPT ONE}²³"]
 )
-# What a save writes before it takes its name. None of its steps may be silent for longer than an hour, so an older one
-# belongs to a process that was killed.
-UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp", re.DOTALL)
-UNFINISHED_MAX_S = 3600
 # Conversations that a save at the end finds under the names that it would take, before it gives up.
 MAX_NEW_NAMES = 20
 # Files named in one listing; the newest come first.
@@ -97,15 +91,12 @@ def inspect_file(path: str) -> SavedSession | None:
 
 def sweep(folder: str) -> int:
     """Remove what killed saves left behind in a folder, and return how many files that were."""
-    n_removed = 0
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
-        for entry in entries:
-            if UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                age_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
-                if age_s > UNFINISHED_MAX_S and _is_unfinished(entry.path):
-                    os.unlink(entry.path)
-                    n_removed += 1
-    return n_removed
+    from sessionfile import START_MARK, starts_like_session
+
+    def is_ours(start: bytes) -> bool:  # or none of its bytes reached the disk
+        return starts_like_session(start) or not start.strip(b"\0")
+
+    return unfinished.sweep(folder, is_ours, len(START_MARK))
 
 
 class SessionFolder:
@@ -153,11 +144,13 @@ class SessionFolder:
             raise NotThere(f"there is no session file {name!r}") from None
 
     def _delete(self, name: str) -> int:
+        from sessionfile import may_replace
+
         path = self.path_of(name)
         status = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode):
             raise NameRefused(f"{name!r} is no regular file and stays where it is")
-        if not _starts_like_session(path):
+        if not may_replace(path):
             raise NameRefused(f"{name!r} is not a session file and stays where it is")
         os.unlink(path)
         return status.st_size
@@ -205,19 +198,7 @@ def _entry(name: str, status: os.stat_result, saved: SavedSession, model: str | 
 
 def _starts_like_session(path: str) -> bool:
     """Whether the first bytes are those of a session file of any version, sound or damaged."""
-    mark, start = _mark_and_start(path)
-    return start == mark
-
-
-def _is_unfinished(path: str) -> bool:
-    """Whether the first bytes are those of a session file, or none of them reached the disk."""
-    mark, start = _mark_and_start(path)
-    return start == mark or not start.strip(b"\0")
-
-
-def _mark_and_start(path: str) -> tuple[bytes, bytes]:
     from sessionfile import START_MARK
 
-    mark = START_MARK[:-1]
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        return mark, file.read(len(mark))
+        return file.read(len(START_MARK) - 1) == START_MARK[:-1]

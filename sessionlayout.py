@@ -67,6 +67,11 @@ def invalid(reason: str, section: str, offset: int | None, expected, found, *, a
     )
 
 
+def starts_like_session(start: bytes) -> bool:
+    """Whether these first bytes are those of a session file of any version, sound, damaged or cut, even to nothing."""
+    return START_MARK[:-1].startswith(start[: len(START_MARK) - 1])
+
+
 def hex64(value: int) -> str:
     return f"{value:016x}"
 
@@ -185,6 +190,17 @@ class KvLayer:
         out[:] = self.parts[part][offset : offset + out.size]
 
 
+@dataclass
+class Unlisted:
+    """What a look without a model counted and did not keep; without `looked_at` it ended there."""
+
+    n_checkpoints: int = 0
+    n_layers: int = 0
+    state_bytes: int = 0
+    kv_bytes: int = 0
+    looked_at: bool = True
+
+
 @dataclass(eq=False)
 class Image:
     """All that a session file holds beside the identity."""
@@ -196,6 +212,7 @@ class Image:
     live: Checkpoint
     checkpoints: list[Checkpoint] = field(default_factory=list)
     kv: list[KvLayer] = field(default_factory=list)
+    unlisted: Unlisted = field(default_factory=Unlisted)
 
     @property
     def records(self) -> list[Checkpoint]:

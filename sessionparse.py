@@ -7,6 +7,7 @@ Read next: sessionlayout.py for the records, sessionfile.py, which hashes what i
 
 import enum
 import struct
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +41,7 @@ from sessionlayout import (
     KvLayer,
     Limits,
     SessionError,
+    Unlisted,
     hex64,
     invalid,
 )
@@ -52,6 +54,9 @@ _FOREIGN = (  # starts of files that are met in the place of session files
     (b"PK\x03\x04", "a zip archive"),
     (b"\x1f\x8b", "a gzip file"),
 )
+
+
+MOST_LISTED = 1 << 16  # checkpoints, and layers, that a look keeps: a file made to hurt must not fill the memory
 
 
 class Source(Protocol):
@@ -151,8 +156,10 @@ def _foreign(raw: bytes) -> SessionError:
 class Structure:
     """Takes a payload apart: every count is held against the bytes left and the limits before anything is allocated."""
 
-    def __init__(self, source: Source, limits: Limits, keep: Keep):
+    def __init__(self, source: Source, limits: Limits, keep: Keep, *, whole: bool = True):
+        """A layout lists MOST_LISTED checkpoints and layers; of those behind them it is `whole`, or it ends there."""
         self._source = source
+        self._whole = whole
         self._limits = limits
         self._keep = keep
         self._end = source.size_bytes - TRAILER.size
@@ -166,14 +173,31 @@ class Structure:
         if cvec > 1:
             raise invalid("cvec-flag", "control vector flag", LIVE_OFFSET - COUNT.size, "0 or 1", cvec)
         image = Image(geometry, *layers, bool(cvec), self._record("live"))
-        for i in range(self.count("checkpoint count", MIN_CHECKPOINT_BYTES, self._limits.max_checkpoints)):
-            image.checkpoints.append(self._record(f"checkpoint {i}"))
-        for i in range(self.count("K/V layer count", MIN_KV_LAYER_BYTES, self._limits.max_kv_layers)):
-            image.kv.append(self._layer(i))
+        rest = image.unlisted
+        n_checkpoints = self.count("checkpoint count", MIN_CHECKPOINT_BYTES, self._limits.max_checkpoints)
+        rest.n_checkpoints = self._list(n_checkpoints, self._checkpoint, image.checkpoints, rest)
+        if rest.looked_at:
+            n_layers = self.count("K/V layer count", MIN_KV_LAYER_BYTES, self._limits.max_kv_layers)
+            rest.n_layers = self._list(n_layers, self._layer, image.kv, rest)
+        if not rest.looked_at:
+            self._source.skip(self._left)
         if self._left:
             offset = self._source.offset
             raise invalid("payload-rest", "end of the payload", offset, "no bytes left", f"{self._left} bytes")
         return image
+
+    def _list(self, count: int, read: Callable[[int], Checkpoint | KvLayer], kept: list, rest: Unlisted) -> int:
+        """Read so many checkpoints or layers and keep them; returns how many are beyond what a layout lists."""
+        n_kept = min(count, MOST_LISTED) if self._keep == Keep.LAYOUT else count
+        kept.extend(read(i) for i in range(n_kept))
+        rest.looked_at = self._whole or n_kept == count
+        for i in range(n_kept, count if self._whole else n_kept):
+            found = read(i)
+            if isinstance(found, Checkpoint):
+                rest.state_bytes += sum(array.size for array in found.state)
+            else:
+                rest.kv_bytes += sum(found.part_sizes)
+        return count - n_kept
 
     @property
     def _left(self) -> int:
@@ -241,6 +265,9 @@ class Structure:
                 state.append(self._array(size, "u1", Keep.STATE))
         (used,) = self._fixed(COUNT, f"last use of {name}")
         return Checkpoint(ids, images, *state, used)
+
+    def _checkpoint(self, index: int) -> Checkpoint:
+        return self._record(f"checkpoint {index}")
 
     def _images(self, count: int) -> list[tuple[int, int]] | Extent:
         if self._keep < Keep.TOKENS:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -316,7 +317,7 @@ SERVE_OPTIONS = (
     Option(
         "spec", int, None, _number(1), "N", "window of speculative decoding (default: 4 with a draft layer); 1 is off"
     ),
-    Option("threads", int, None, _number(1), "N", "compute threads (default: physical cores)"),
+    Option("threads", int, None, _number(1), "N", "compute threads (default: the cores that this process may use)"),
     Option(
         "control_vector", str, None, _text, "FILE[:SCALE]", "control vector added to the model's layers (default: none)"
     ),
@@ -586,7 +587,7 @@ def run_warmup(args: argparse.Namespace) -> int:
     import warmup
 
     try:
-        with _compiling_progress() as compiled:
+        with _unwinding(), _compiling_progress() as compiled:
             filled = warmup.fill_cache(model, _log, compiled)
     except (engine.ModelError, warmup.CacheError) as error:
         raise CommandError(str(error)) from error
@@ -595,6 +596,20 @@ def run_warmup(args: argparse.Namespace) -> int:
     what = f"{filled.n_compiled} kernels compiled" if filled.n_compiled else "no kernel had to be compiled"
     print(f"{what}, {filled.seconds:.1f} s; they are kept in {_printable(filled.folder)}", flush=True)
     return EXIT_OK
+
+
+@contextlib.contextmanager
+def _unwinding() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a command like an exception, so that its temporary files go with it."""
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -618,7 +633,8 @@ def run_demo(args: argparse.Namespace) -> int:
     import demo
 
     try:
-        return EXIT_OK if demo.run(_model_path(args.model)) else EXIT_FAILED
+        with _unwinding():
+            return EXIT_OK if demo.run(_model_path(args.model)) else EXIT_FAILED
     except demo.DemoError as error:
         raise CommandError(str(error)) from error
 
@@ -712,7 +728,7 @@ def _print_info(info) -> None:
         "state": f"{info.state_bytes} bytes",
         "live state": state_parts,
         "K/V": f"{info.kv_bytes} bytes in {len(image.kv)} layers",
-    }
+    } | ({"not listed": info.rest} if info.rest else {})
     print(_printable(info.path))
     for name, value in lines.items():
         print(f"  {name:<13} {value}")

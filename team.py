@@ -3,9 +3,10 @@
 It owns the threads, the word by which they claim jobs and the wait for the last one; it knows no operation: an
 operation puts the address of a function into the control array, with its arguments, arrays by address, and whoever
 claims a job calls it. The caller works too and takes whatever nobody else has taken, so on a busy machine an operation
-waits for no thread that is not running, but for one that holds a job. Invariant: a helper touches an operation's
-arguments only between claiming one of its jobs and counting it as done, and the caller returns only when all are done;
-how the work is cut never changes a result. Read next: cpupacks.py.
+waits for no thread that is not running, but for one that holds a job. Where such waits come again and again, one helper
+after the other is sent to sleep for a while, so that the threads that are left have a core each. Invariant: a helper
+touches an operation's arguments only between claiming one of its jobs and counting it as done, and the caller returns
+only when all are done; how the work is cut, and who does it, never changes a result. Read next: cpupacks.py.
 
 The word packs (turn, number of jobs, next job), 24 + 20 + 20 bits, so that a claim and the check that the operation is
 still the same are one compare-and-swap.
@@ -13,6 +14,7 @@ still the same are one compare-and-swap.
 
 import os
 import threading
+import time
 
 import numpy as np
 from llvmlite import ir
@@ -23,9 +25,17 @@ from jit import cfunc, njit
 
 MAX_JOBS = (1 << 20) - 1
 # Slots of the control array, a cache line (8 words) apart where different threads write them.
-TURN, DONE, PARKED, END, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 32, 33, 34
-CONTROL_WORDS = 96
+TURN, DONE, PARKED, END, CALLED, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 25, 32, 33, 34
+CLOCK, AWAY, RETURN_AT, RETURNED, STEP = 96, 98, 99, 100, 101  # the caller's own; two words of room for the clock
+CONTROL_WORDS = 104
 SPINS = 200_000  # looks at the word before a helper sleeps: longer than the gap between two operations of a token
+# A helper that was waited for long has lost its core to another program. When that comes again soon, it is sent away
+# for twice as long as it was waited for, then for four times, and so on: a single loss costs no more than itself, and a
+# core that stays taken is asked for again as often as costs a few per cent.
+LOST_NS = 300_000  # a wait that is longer than two jobs of the operation by this much
+SOON = 16  # times the wait
+MOST_STEPS = 4
+MOST_AWAY_NS = 250_000_000
 
 
 def _slot(context, builder, signature, args):
@@ -162,25 +172,71 @@ def finish_job(control):
     add_word(control, DONE, 1)
 
 
+# Nor has it this clock: there no helper is sent away.
+if hasattr(time, "CLOCK_MONOTONIC") and os.name == "posix":
+    _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+    _MONOTONIC = time.CLOCK_MONOTONIC
+
+    @njit
+    def _now(control):
+        """Nanoseconds; takes some 30."""
+        _clock_gettime(_MONOTONIC, control.ctypes.data + CLOCK * 8)
+        return control[CLOCK] * 1_000_000_000 + control[CLOCK + 1]
+
+else:
+
+    @njit
+    def _now(control):
+        return 0
+
+
 @njit
-def wait_for_jobs(control, n_jobs):
-    """Return when every job is done; those not yet done are in the hands of helpers."""
-    looks = 0
+def wait_for_jobs(control, n_jobs, began, n_own):
+    """Return when every job is done; those not yet done are in the hands of helpers.
+
+    The caller did `n_own` jobs from `began` on, so what a job takes is known.
+    """
+    looks, ended = 0, 0
     while load_word(control, DONE) < n_jobs:
         looks += 1
+        if looks == SPINS:
+            ended = _now(control)
         if looks > SPINS:  # the helper lost its core: let it have this one
             _yield_core()
+    if looks > SPINS:
+        now = _now(control)
+        if now - ended > LOST_NS + 2 * (ended - began) // max(1, n_own):
+            _send_away(control, now, now - ended)
 
 
 @njit
-def await_jobs(control):
-    """Spin until jobs are open (True), or until it is time to sleep or to end (False)."""
+def _send_away(control, now, waited):
+    """Have one helper less, as `waited` ns were lost to one, and not for the first time."""
+    if now - control[RETURNED] >= SOON * waited:
+        control[STEP], control[RETURNED] = 0, now
+        return
+    control[STEP] = min(MOST_STEPS, control[STEP] + 1)
+    control[AWAY] = min(MOST_AWAY_NS, waited << control[STEP])
+    control[RETURN_AT] = now + control[AWAY]
+    store_word(control, CALLED, max(0, control[CALLED] - 1))
+
+
+@njit
+def _call_back(control, now):
+    """Have one helper more, whom the next `Team.wake` wakes."""
+    control[RETURNED], control[RETURN_AT] = now, now + control[AWAY]
+    store_word(control, CALLED, control[CALLED] + 1)
+
+
+@njit
+def await_jobs(control, helper):
+    """Spin until jobs are open to this helper (True), or until it is time to sleep or to end (False)."""
     for _ in range(SPINS):
+        if load_word(control, CALLED) <= helper or load_word(control, END):
+            return False
         word = load_word(control, TURN)
         if (word & 0xFFFFF) < (word >> 20 & 0xFFFFF):
             return True
-        if load_word(control, END):
-            return False
     return False
 
 
@@ -195,28 +251,35 @@ def put(control, operation, arguments):
 @njit
 def run_jobs(control, n_jobs):
     """Do all jobs of the operation in `control`, with whatever helpers come by."""
-    if n_jobs <= 1 or control[HELPERS] == 0:
+    began = 0
+    if n_jobs > 1 and control[HELPERS]:
+        began = _now(control)
+        if control[CALLED] < control[HELPERS] and began >= control[RETURN_AT]:
+            _call_back(control, began)
+    if n_jobs <= 1 or control[CALLED] == 0:
         for job in range(n_jobs):
             call_job(control[OPERATION], control, job)
         return
     open_jobs(control, n_jobs)
-    _work(control)
-    wait_for_jobs(control, n_jobs)
+    n_own = _work(control)
+    wait_for_jobs(control, n_jobs, began, n_own)
 
 
 @njit
 def _work(control):
-    job = claim_job(control)
+    """Do jobs until all are taken; returns how many those were."""
+    n_done, job = 0, claim_job(control)
     while job >= 0:
         call_job(control[OPERATION], control, job)
         finish_job(control)
-        job = claim_job(control)
+        n_done, job = n_done + 1, claim_job(control)
+    return n_done
 
 
 @njit
-def _assist(control):
-    """What a helper does: jobs, until none were open for a while."""
-    while await_jobs(control):
+def _assist(control, helper):
+    """What a helper does: jobs, until none were open to it for a while."""
+    while await_jobs(control, helper):
         _work(control)
 
 
@@ -236,8 +299,9 @@ class Team:
     def __init__(self, n_threads: int):
         self.control = np.zeros(CONTROL_WORDS, np.int64)
         self._work = threading.Event()
-        self._helpers = [threading.Thread(target=self._help, daemon=True) for _ in range(n_threads - 1)]
-        self.control[HELPERS] = len(self._helpers)
+        helpers = range(n_threads - 1)
+        self._helpers = [threading.Thread(target=self._help, args=(helper,), daemon=True) for helper in helpers]
+        self.control[HELPERS] = self.control[CALLED] = len(self._helpers)
         for helper in self._helpers:
             helper.start()
 
@@ -247,13 +311,14 @@ class Team:
 
     def wake(self) -> None:
         """Have sleeping helpers look for jobs; cheap enough to be called before every operation."""
-        if self.control[PARKED]:
+        control = self.control
+        if control[PARKED] and control[PARKED] > control[HELPERS] - control[CALLED]:  # more than those sent away
             self._work.set()
 
-    def _help(self) -> None:
+    def _help(self, helper: int) -> None:
         control = self.control
         while True:
-            _assist(control)
+            _assist(control, helper)
             # Cleared before the look at END, which is set before the event, and then set again for the other helpers,
             # of which one may have looked earlier and wait later: so none can sleep through the end.
             self._work.clear()

@@ -1,7 +1,7 @@
 """The kernel cache filled ahead of the first start, so that an engine is ready as soon as its weights are read.
 
 It owns what has to run for that and the account of what was compiled; it knows no verbs and prints nothing. Invariant:
-it ends well only where another process will find what was compiled. Read next: jit.py, which names the cache folder;
+it ends well only where another process will find what was compiled. Read next: kernelcache.py, which names the folder;
 engine.py, whose `Session.warm_up` runs the kernels.
 """
 
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numba.core import event
 
-import jit
 from engine import Engine, EngineOptions, Session
 from generation import GenRequest
+from jit import KERNELS
 from sessionfile import SessionError
 
 
@@ -37,9 +37,7 @@ def fill_cache(model: str, log: Callable[[str], None], compiled: Callable[[int],
 
     Raises CacheError, where it can before anything is compiled, or engine.ModelError.
     """
-    folder = jit.numba.config.CACHE_DIR
-    if os.path.basename(folder).startswith(jit.TEMPORARY_PREFIX):
-        raise CacheError("no folder for compiled kernels can be written: set XDG_CACHE_HOME to one that can")
+    _require_kept()
     started, counter = time.perf_counter(), _Counter(compiled)
     with event.install_listener("numba:compile", counter):
         session = Session(
@@ -48,7 +46,13 @@ def fill_cache(model: str, log: Callable[[str], None], compiled: Callable[[int],
         session.warm_up()
         _converse(session)
         session.close()
-    return Filled(counter.n_compiled, time.perf_counter() - started, folder)
+    _require_kept()
+    return Filled(counter.n_compiled, time.perf_counter() - started, KERNELS.path)
+
+
+def _require_kept() -> None:
+    if KERNELS.failure:
+        raise CacheError(KERNELS.failure)
 
 
 def _converse(session: Session) -> None:
@@ -56,7 +60,8 @@ def _converse(session: Session) -> None:
     for _ in session.generate(GenRequest(np.zeros(2, np.int32), 2)):
         pass
     try:
-        with tempfile.TemporaryDirectory(prefix="strata-warmup-") as folder:
+        # Beside the kernels: what a killed process leaves there goes with the next one that compiles.
+        with tempfile.TemporaryDirectory(prefix="warm-up-", suffix=".tmp", dir=KERNELS.path) as folder:
             path = os.path.join(folder, "session.bin")
             session.save(path)
             session.restore(path)

@@ -5,9 +5,11 @@ import json
 import os
 import pathlib
 import re
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -358,3 +360,13 @@ def test_a_conversation_in_a_pipeline_survives(real_model, tmp_path):
     restored = re.search(r"^RESTORED (\d+) ", (tmp_path / "second").read_text(), re.MULTILINE)
     assert int(saved[1]) == int(restored[1]) > 8
     assert re.search(r"^RESUME [1-9]", (tmp_path / "second").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_by_unwinding(number, tmp_path):
+    """So that a temporary folder goes with it."""
+    with pytest.raises(SystemExit) as ended, strata._unwinding(), tempfile.TemporaryDirectory(dir=tmp_path):
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(number) is signal.SIG_DFL

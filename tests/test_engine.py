@@ -746,6 +746,21 @@ def test_what_cannot_be_loaded_is_one_line(name, options, text):
     assert "\n" not in str(caught.value)
 
 
+def test_threads_follow_what_the_process_may_use(monkeypatch):
+    """The default, and a number that is more than can run at once, which is told."""
+    monkeypatch.setattr(engine_module.resources, "usable_cores", lambda: 1)
+    monkeypatch.setattr(engine_module.resources, "allowed_processors", lambda: 1)
+    monkeypatch.setattr(engine_module.resources, "all_processors", lambda: 8)
+    log = []
+    engine = Engine.load(EngineOptions(model=str(MODELS / "llama.gguf"), backend="cpu"), log.append)
+    assert (engine.n_threads, log) == (1, [])
+    engine = Engine.load(EngineOptions(model=str(MODELS / "llama.gguf"), backend="cpu", threads=3), log.append)
+    assert engine.n_threads == 1
+    assert log == ["--threads 3 is taken as 1: this process's affinity lets no more run at once"]
+    with pytest.raises(ModelError, match="--threads 9: this machine runs at most 8"):
+        Engine.load(EngineOptions(model=str(MODELS / "llama.gguf"), backend="cpu", threads=9))
+
+
 def test_the_window_of_a_model_without_a_draft_layer_is_one():
     lines = []
     options = EngineOptions(model=str(MODELS / "qwen35.gguf"), spec=4, threads=1, backend="cpu")

@@ -17,6 +17,7 @@ import pytest
 
 import blockfile
 import killed_saves
+import unfinished
 from faultlayer import FaultySystem, count, first, installed
 from sessionfile import Limits, SessionError, inspect_session, read_session, verify_session, write_session
 from test_faults_session import Live, refusal_of
@@ -209,7 +210,7 @@ def test_names_at_the_limit_of_the_file_system(live):
 
 def things(folder: pathlib.Path) -> dict[str, str]:
     """Names that are no plain file, with a word of the refusal."""
-    (folder / "real").write_bytes(b"outside")
+    (folder / "real").write_bytes(b"STRSESS outside")
     (folder / "folder").mkdir()
     for name, target in (("link", "real"), ("dangling", "none"), ("loop", "loop"), ("tofolder", "folder")):
         (folder / name).symlink_to(folder / target)
@@ -248,7 +249,7 @@ def test_saving_over_what_is_no_plain_file(live, tmp_path):
         assert not (folder / name).is_symlink()
         assert (folder / name).read_bytes() == live.new
         count(NO_FILE)
-    assert (folder / "real").read_bytes() == b"outside"
+    assert (folder / "real").read_bytes() == b"STRSESS outside"
     assert (folder / "real").stat().st_nlink == 1
     assert tree(folder / "folder") == {}
     assert unharmed(live, lambda: live.session.save(str(folder / "folder")), folder).kind == "io"
@@ -315,7 +316,7 @@ def test_a_writer_that_leaves_its_temporary_file_is_found(live, monkeypatch):
 
 
 def test_a_writer_whose_temporary_name_is_too_long_is_found(live, monkeypatch):
-    monkeypatch.setattr(blockfile, "MAX_STEM_BYTES", NAME_MAX)
+    monkeypatch.setattr(unfinished, "MAX_STEM_BYTES", NAME_MAX)
     with pytest.raises(SessionError, match=os.strerror(errno.ENAMETOOLONG)):
         test_names_at_the_limit_of_the_file_system(live)
 

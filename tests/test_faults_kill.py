@@ -1,5 +1,6 @@
 """kill -9 at every call of a save: the old file or the new one lies under the name, and leftovers are swept."""
 
+import fcntl
 import os
 import pathlib
 import re
@@ -10,7 +11,7 @@ import pytest
 
 import killed_saves
 import serveloop
-import sessionfolder
+import unfinished
 from engine import EngineOptions
 from faultlayer import count
 from sessionfile import list_sessions, verify_session, write_session
@@ -19,7 +20,6 @@ from tinyengine import DEFAULTS, MODELS, tree
 
 SCRIPT = pathlib.Path(killed_saves.__file__)
 LEFTOVER = re.compile(r"\.chat\.bin\.[0-9a-f]{16}\.tmp")
-OLD_S = sessionfolder.UNFINISHED_MAX_S + 60
 PATIENCE_S = 300
 
 
@@ -45,12 +45,6 @@ def check(folder: pathlib.Path, old: bytes, new: bytes) -> tuple[bool, int | Non
     return data == new, rest[0].stat().st_size if rest else None
 
 
-def age(folder: pathlib.Path, seconds: float) -> None:
-    for path in folder.iterdir():
-        status = path.stat()
-        os.utime(path, (status.st_atime - seconds, status.st_mtime - seconds))
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """The bytes of the old file and of the new one."""
@@ -66,9 +60,6 @@ def test_a_save_killed_at_every_call(tmp_path, written):
         count("kill -9 at a call in SAVE")
         seen.append(check(folder, *written))
         present = tree(folder)
-        assert sweep(str(folder)) == 0, "what is young may belong to a save that runs"
-        assert tree(folder) == present
-        age(folder, OLD_S)
         assert sweep(str(folder)) == (seen[-1][1] is not None)
         assert tree(folder) == {"chat.bin": present["chat.bin"]}
     assert len(seen) > 50
@@ -93,19 +84,16 @@ FOREIGN = {
 
 
 def plant(folder: pathlib.Path) -> dict[str, bytes]:
-    """Leftovers and what only looks like them, all old, and a young leftover; returns what must stay."""
+    """Leftovers and what only looks like them; returns what must stay."""
     ours = {f".a.bin.{number:016x}.tmp": data for number, data in enumerate((b"", bytes(5000), b"STRSESS\x01..."))}
     for name, data in (ours | FOREIGN).items():
         (folder / name).write_bytes(data)
     (folder / ".link.bin.0123456789abcdef.tmp").symlink_to(folder / ".notes.0123456789abcdef.tmp")
     (folder / ".dir.bin.0123456789abcdef.tmp").mkdir()
-    for name in ours | FOREIGN:
-        os.utime(folder / name, (0, 0))
-    (folder / ".young.bin.0123456789abcdef.tmp").write_bytes(b"STRSESS\x01...")
     return {name: value for name, value in tree(folder).items() if name not in ours}
 
 
-def test_the_next_start_of_the_engine_sweeps_what_is_ours_and_old(tmp_path):
+def test_the_next_start_of_the_engine_sweeps_what_is_ours(tmp_path):
     kept = plant(tmp_path)
     options = EngineOptions(model=str(MODELS / "llama.gguf"), slot_save_path=str(tmp_path), **DEFAULTS)
     log = []
@@ -131,12 +119,16 @@ def test_a_folder_that_cannot_be_swept_does_not_keep_the_engine_from_starting(tm
     assert len(log) == 1
 
 
-def test_a_sweep_that_asks_neither_age_nor_owner_is_found(tmp_path, monkeypatch):
+def test_a_sweep_that_asks_neither_lock_nor_content_is_found(tmp_path, monkeypatch):
     kept = plant(tmp_path)
-    monkeypatch.setattr(sessionfolder, "UNFINISHED_MAX_S", -1e9)
-    sweep(str(tmp_path))
-    assert ".young.bin.0123456789abcdef.tmp" not in tree(tmp_path)
-    monkeypatch.undo()
-    monkeypatch.setattr(sessionfolder, "_is_unfinished", lambda path: True)
-    sweep(str(tmp_path))
-    assert tree(tmp_path).keys() < kept.keys() - {".notes.0123456789abcdef.tmp"}
+    held = tmp_path / ".held.bin.0123456789abcdef.tmp"
+    held.write_bytes(b"STRSESS\x01...")
+    with open(held, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert (sweep(str(tmp_path)), held.exists()) == (3, True)
+        with monkeypatch.context() as patch:
+            patch.setattr(unfinished, "lock", lambda descriptor: True)
+            sweep(str(tmp_path))
+        assert not held.exists()
+    unfinished.sweep(str(tmp_path), lambda start: True, 8)
+    assert tree(tmp_path).keys() == kept.keys() - {".notes.0123456789abcdef.tmp"}

@@ -195,9 +195,10 @@ def test_a_save_and_its_flags(play):
     assert not told, "a rename that is written through needs no flush of the folder"
     assert not kernel32.handles
     assert kernel32.names() == {PATH.lower()}
-    free, folder, create, write, flush, close, move, close_folder = [
+    look, free, folder, create, write, flush, close, move, close_folder = [
         call for call in kernel32.calls if call[0] != "GetFileInformationByHandle"
     ]
+    assert look[:2] == ("CreateFileW", PATH)  # nothing is there that would be replaced
     assert free == ("GetDiskFreeSpaceExW", "C:\\chats\\")
     assert folder == ("CreateFileW", FOLDER, 0x80000000, 3, 3, 0x02000000)  # read; others may read and write; existing
     assert re.fullmatch(r"C:\\chats\\\.chat\.bin\.[0-9a-f]{16}\.tmp", create[1])
@@ -302,7 +303,7 @@ def test_the_free_space_is_that_of_the_folder_or_the_drive(play):
     for path, folder in ((PATH, "C:\\chats\\"), ("C:/chats/a.bin", "C:\\chats\\"), ("C:a.bin", "C:\\")):
         kernel32 = play()
         save(path, reserve_bytes=1)
-        assert kernel32.calls[0] == ("GetDiskFreeSpaceExW", folder)
+        assert kernel32.calls[1] == ("GetDiskFreeSpaceExW", folder)
     kernel32 = play()
     blockfile.system.free_bytes(blockfile.free_space_folder("a.bin"))
     assert kernel32.calls == [("GetDiskFreeSpaceExW", None)]  # the current folder's disk
@@ -312,7 +313,11 @@ def test_the_free_space_is_that_of_the_folder_or_the_drive(play):
 # --- failures
 
 
-CALLS = ("CreateFileW", "GetFileInformationByHandle", "WriteFile", "FlushFileBuffers", "CloseHandle", "MoveFileExW")
+CALLS = (
+    *("CreateFileW", "GetFileInformationByHandle", "ReadFile"),
+    *("WriteFile", "FlushFileBuffers", "CloseHandle", "MoveFileExW"),
+)
+OLD = b"STRSESS\1 of yore"
 ERRORS = {112: "storage", 39: "storage", 1295: "storage", 223: "storage", 8: "memory", 5: "io", 32: "io", 1117: "io"}
 
 
@@ -323,18 +328,19 @@ def test_a_save_whose_nth_call_fails(code, play):
     new = bytes(kernel32.files[PATH.lower()].data)
     refused = []
     for call in CALLS:
-        for number in (1, 2):
+        for number in (1, 2, 3):
             kernel32 = play(**{call: (number, code)})
-            kernel32.files[PATH.lower()] = Entry(bytearray(b"old"))
+            kernel32.files[PATH.lower()] = Entry(bytearray(OLD))
             error = refusal_of(save)
-            assert bytes(kernel32.files[PATH.lower()].data) == (b"old" if error else new)
+            assert bytes(kernel32.files[PATH.lower()].data) == (OLD if error else new)
             if error:
                 assert (error.kind, error.published) == (ERRORS[code], False), call
                 assert f"(Windows error {code})" in str(error)
                 refused.append(call)
             assert kernel32.names() == {PATH.lower()}
             assert not kernel32.handles
-    assert refused == ["CreateFileW", "CreateFileW", *CALLS[1:]]
+    looks = ["CreateFileW", "GetFileInformationByHandle", "ReadFile"]  # at the older file, then at the folder
+    assert refused == [*looks[:1] * 3, *looks[1:2] * 2, *looks[2:], *CALLS[3:]]
 
 
 @pytest.mark.parametrize("code", ERRORS)

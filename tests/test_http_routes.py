@@ -1,5 +1,6 @@
 """Checks, names, bodies and answers of the routes, on a real socket over a scripted child."""
 
+import fcntl
 import json
 import os
 import socket
@@ -674,9 +675,13 @@ def test_what_killed_saves_left_is_swept(tmp_path):
         os.utime(tmp_path / name, (0, 0))
     (tmp_path / ".foreign.0123456789abcdef.tmp").write_bytes(b"not ours")
     os.utime(tmp_path / ".foreign.0123456789abcdef.tmp", (0, 0))
-    (tmp_path / ".running.0123456789abcdef.tmp").write_bytes(b"STRSESS\x01")
-    assert sessionfolder.SessionFolder(str(tmp_path)).sweep() == len(unfinished)
-    left = {".foreign.0123456789abcdef.tmp", ".running.0123456789abcdef.tmp", *kept}
+    running = tmp_path / ".running.0123456789abcdef.tmp"
+    running.write_bytes(b"STRSESS\x01")
+    os.utime(running, (0, 0))
+    with open(running, "rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert sessionfolder.SessionFolder(str(tmp_path)).sweep() == len(unfinished)
+    left = {".foreign.0123456789abcdef.tmp", running.name, *kept}
     assert set(os.listdir(tmp_path)) == left
     assert sessionfolder.SessionFolder(str(tmp_path / "none")).sweep() == 0
 

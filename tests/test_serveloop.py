@@ -738,7 +738,7 @@ def test_a_raw_stdout_that_takes_only_a_part_gets_everything():
     assert stdout.written == b"SESSION 16777216 20000000\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_during_a_save_ends_after_it(number):
     def save(path, progress, phase):
         signal.raise_signal(number)

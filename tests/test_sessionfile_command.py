@@ -1,5 +1,6 @@
 """`strata session inspect`, `verify` and `list`: what they print where, and their exit codes."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -9,10 +10,13 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import sessionparse
 import strata
-from sessionfile import write_session
+from sessionfile import Checkpoint, Identity, KvLayer, inspect_session, write_session
+from sessionfolder import SessionFolder
 from sessionimages import DATA, IMAGES, identity, image, number
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -272,3 +276,46 @@ def test_help_needs_the_standard_library_alone():
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def many_records(path: pathlib.Path, n_checkpoints: int, n_layers: int) -> None:
+    """A file with so many checkpoints, each of two tokens and a byte of state, and so many layers of three bytes."""
+    whole, one = image("ckpt1_images_2kv"), np.ones(1, np.uint8)
+    checkpoints = [Checkpoint(np.arange(2, dtype=np.int32), gdn=one) for _ in range(n_checkpoints)]
+    layers = [KvLayer(whole.kv[0].header, (one, one, one, one[:0], one[:0])) for _ in range(n_layers)]
+    write_session(path, dataclasses.replace(whole, checkpoints=checkpoints, kv=layers), Identity(1, 2), durable=False)
+
+
+@pytest.mark.parametrize(("n_checkpoints", "n_layers"), [(5, 2), (3, 4), (5, 5), (3, 3), (0, 4)])
+def test_a_file_of_more_records_than_are_listed_is_sound(capsys, monkeypatch, tmp_path, n_checkpoints, n_layers):
+    """Verified to its last byte; a look without reading ends where its list does, and says so."""
+    monkeypatch.setattr(sessionparse, "MOST_LISTED", 3)
+    path = tmp_path / "many.bin"
+    many_records(path, n_checkpoints, n_layers)
+    code, out, _ = run(capsys, "verify", "--json", str(path))
+    proved = json.loads(out)
+    assert (code, proved["ok"]) == (0, True)
+    live_bytes = sum(proved["live"]["state_bytes"].values())
+    assert proved["state_bytes"] - live_bytes == n_checkpoints
+    assert proved["kv_bytes"] == 3 * n_layers
+    more = (max(0, n_checkpoints - 3), max(0, n_layers - 3))
+    rest = proved.get("not_listed", {"n_checkpoints": 0, "n_layers": 0, "looked_at": True})
+    assert (rest["n_checkpoints"], rest["n_layers"], rest["looked_at"]) == (*more, True)
+    code, out, _ = run(capsys, "inspect", str(path))
+    assert code == 0
+    assert ("was not looked at" in out) == any(more)
+    code, out, _ = run(capsys, "list", "--json", str(tmp_path))
+    assert (code, json.loads(out)["ok"]) == (0, True)
+    data = bytearray(path.read_bytes())
+    data[-30] ^= 1
+    path.write_bytes(data)
+    assert run(capsys, "verify", str(path))[0] == 1
+
+
+def test_a_file_of_70000_checkpoints_is_sound(capsys, tmp_path):
+    many_records(tmp_path / "many.bin", 70_000, 1)
+    code, out, _ = run(capsys, "verify", str(tmp_path / "many.bin"))
+    assert (code, ": sound. All " in out) == (0, True)
+    info = inspect_session(tmp_path / "many.bin")
+    assert len(info.image.checkpoints) + info.image.unlisted.n_checkpoints == 70_000
+    assert SessionFolder(str(tmp_path)).listing(None, None)["data"][0]["problem"] is None

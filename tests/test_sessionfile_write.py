@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import blockfile
-from blockfile import BLOCK_BYTES, BlockWriter, temporary_name
+import unfinished
+from blockfile import BLOCK_BYTES, BlockWriter
 from sessionfile import (
     Checkpoint,
     Extent,
@@ -22,15 +23,18 @@ from sessionfile import (
     Limits,
     SessionError,
     list_sessions,
+    may_replace,
     read_session,
     verify_session,
     write_session,
 )
+from sessionfolder import NameRefused, SessionFolder, sweep
 from sessionimages import DATA, IMAGES, identity, image, plain
+from unfinished import temporary_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SAMPLE_BYTES = IMAGES["sample"]["file"]["size"]
-OLD = b"old bytes!"
+OLD = b"STRSESS\0 of yore"
 
 
 class Recording(blockfile.PosixSystem):
@@ -165,7 +169,8 @@ def test_the_file_is_flushed_before_it_gets_its_name(target, monkeypatch):
     write_sample(target)
     steps = [name for name in calls if name != "forget"]
     assert steps == [
-        *("open_folder", "create", "set_direct", "write", "write", "truncate"),
+        *("open_existing", "status", "read", "close"),  # whether it may be replaced
+        *("open_folder", "create", "lock", "set_direct", "write", "write", "truncate"),
         *("flush", "close", "hold", "rename", "flush_folder", "release", "close"),
     ]
 
@@ -305,6 +310,9 @@ def test_extents_are_not_written(target):
         ("rename", errno.EACCES, ("io", False)),
         ("create", errno.EACCES, ("io", False)),
         ("create", errno.ENOSPC, ("storage", False)),
+        ("open_existing", errno.EACCES, ("io", False)),
+        ("read", errno.EIO, ("io", False)),
+        ("lock", errno.EMFILE, ("io", False)),
         ("open_folder", errno.EACCES, ("io", False)),
         ("open_folder", errno.ENOMEM, ("memory", False)),
         ("flush_folder", errno.EIO, ("io", True)),
@@ -312,7 +320,7 @@ def test_extents_are_not_written(target):
     ],
 )
 def test_failures_have_their_kind(call, code, outcome, target, monkeypatch):
-    use(monkeypatch, Recording(1, code, call))
+    use(monkeypatch, Recording(2 if call == "close" else 1, code, call))  # the first one is that of the older file
     error = refusal(write_sample, target)
     assert (error.kind, error.published) == outcome
     assert os.strerror(code) in str(error)
@@ -449,6 +457,105 @@ def test_a_symbolic_link_is_replaced_not_followed(tmp_path):
     assert verify_session(link).size_bytes == SAMPLE_BYTES
 
 
+FOREIGN = (b"notes of a year", b"GGUF\3\0\0\0", b"STRSESX\x01", bytes(9), b"S\n", b"\0")
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_a_file_that_is_no_session_file_is_not_replaced(content, target):
+    target.write_bytes(content)
+    error = refusal(write_sample, target)
+    assert (error.kind, error.reason, error.published) == ("invalid", "foreign", False)
+    assert "no session file and stays" in str(error)
+    assert (target.read_bytes(), os.listdir(target.parent)) == (content, [target.name])
+
+
+@pytest.mark.parametrize("content", [b"", b"STR", b"STRSESS", b"STRSESS\2 of another version", b"STRSESS\1 damaged"])
+def test_an_empty_file_and_whatever_was_a_session_file_are_replaced(content, target):
+    target.write_bytes(content)
+    write_sample(target)
+    assert verify_session(target).size_bytes == SAMPLE_BYTES
+
+
+def test_saving_and_deleting_ask_the_same_question(target):
+    """What the one leaves alone, the other does; a listing names nothing that cannot be deleted."""
+    folder = SessionFolder(str(target.parent))
+    for content in (*FOREIGN, b"", b"STR", b"STRSESS", OLD):
+        target.write_bytes(content)
+        saved = may_replace(str(target))
+        listed = folder.listing(None, None)["data"]
+        try:
+            folder.delete(target.name)
+        except NameRefused:
+            assert not saved
+            assert not listed
+        else:
+            assert saved
+    assert may_replace(str(target)), "a name that is free"
+
+
+def test_a_name_that_is_too_long_is_refused_before_anything_is_written(target, monkeypatch):
+    """Of 256 bytes, in one character each or three, below a folder or in the current one."""
+    monkeypatch.chdir(target.parent)
+    for name in ("x" * 256, "日" * 86, str(target.parent / ("x" * 300))):
+        system = use(monkeypatch, Recording())
+        error = refusal(write_sample, name)
+        assert (error.kind, os.strerror(errno.ENAMETOOLONG) in str(error)) == ("io", True)
+        assert not {"create", "write"} & set(system.calls)
+    write_sample("x" * 255)
+    assert verify_session("x" * 255).size_bytes == SAMPLE_BYTES
+
+
+def test_a_temporary_file_is_held_until_it_has_its_name(target, monkeypatch):
+    """A sweep in the middle of a save, at whatever call, removes nothing; one of a dead process's file does."""
+
+    class Swept(blockfile.PosixSystem):
+        def __getattribute__(self, name):
+            method = super().__getattribute__(name)
+            if name not in ("write", "flush", "rename", "flush_folder"):
+                return method
+
+            def call(*arguments):
+                swept.append(sweep(str(target.parent)))
+                return method(*arguments)
+
+            return call
+
+    swept = []
+    use(monkeypatch, Swept())
+    write_sample(target)
+    assert (len(swept) >= 4, set(swept)) == (True, {0})
+    assert verify_session(target).size_bytes == SAMPLE_BYTES
+
+
+def test_a_sweep_between_creating_and_locking_costs_another_try(target, monkeypatch):
+    class Late(blockfile.PosixSystem):
+        def lock(self, *arguments):
+            if len(swept) < 3:
+                swept.append(sweep(str(target.parent)))
+            return super().lock(*arguments)
+
+    swept = []
+    use(monkeypatch, Late())
+    write_sample(target)
+    assert swept == [1, 1, 1]
+    assert os.listdir(target.parent) == [target.name]
+    assert verify_session(target).size_bytes == SAMPLE_BYTES
+
+
+def test_where_there_are_no_locks_the_clock_decides(target, monkeypatch):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(unfinished.fcntl, "flock", none)
+    write_sample(target)
+    paths = [target.parent / f".a.{number:016x}.tmp" for number in range(2)]
+    for path in paths:
+        path.write_bytes(OLD)
+    os.utime(paths[0], (0, 0))
+    assert sweep(str(target.parent)) == 1
+    assert [path.exists() for path in paths] == [False, True]
+
+
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_only_the_owner_may_read(mask, tmp_path):
     before = os.umask(mask)
@@ -475,6 +582,7 @@ def test_temporary_names():
         if len(os.fsencode(leaf)) > 64:
             assert 60 < len(stem.decode().encode()) <= 64  # whole characters, cut no shorter than needed
         assert temporary_name(leaf) != name
+        assert unfinished.NAME.fullmatch(os.fsdecode(name))
         assert digits != b"0" * 16
 
 

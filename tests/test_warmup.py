@@ -36,7 +36,7 @@ def test_the_embedded_model_has_nothing_left_to_compile_the_second_time(run):
     code, out, err = run()
     assert (code, out.count("\n")) == (0, 1)
     assert re.match(r"no kernel had to be compiled, \d+\.\d s; they are kept in ", out)
-    assert out.endswith(f"{jit.os.environ['NUMBA_CACHE_DIR']}\n")
+    assert out.endswith(f"{jit.KERNELS.path}\n")
     assert "compiling" not in err
 
 
@@ -103,8 +103,22 @@ def test_a_cache_that_no_other_process_would_find_is_refused_before_anything_is_
     assert ran.stderr == "strata: no folder for compiled kernels can be written: set XDG_CACHE_HOME to one that can\n"
 
 
+def test_a_cache_that_cannot_be_written_any_more_is_told(monkeypatch, run):
+    load_engine = warmup.Engine.load
+    monkeypatch.setattr(jit.KERNELS, "failure", "")
+
+    def fail_behind(options, log):
+        jit.KERNELS.failure = "the folder cannot be written (No space left on device)"
+        return load_engine(options, log)
+
+    monkeypatch.setattr(warmup.Engine, "load", fail_behind)
+    code, out, err = run("--model", MODEL)
+    assert (code, out) == (1, "")
+    assert err.endswith("strata: the folder cannot be written (No space left on device)\n")
+
+
 def test_a_trial_file_that_cannot_be_written_is_told(monkeypatch, run, tmp_path):
-    monkeypatch.setattr(warmup.tempfile, "tempdir", str(tmp_path / "absent"))
+    monkeypatch.setattr(jit.KERNELS, "path", str(tmp_path / "absent"))
     code, out, err = run("--model", MODEL)
     assert (code, out) == (1, "")
     assert "a session file cannot be written for a trial: " in err

@@ -31,6 +31,7 @@ from rich.table import Table
 import cudapools
 import kernels_cpu
 import kernels_cuda as ops
+import resources
 from kvcache import FORMATS, CacheShape, LayerPool
 from sessionlayout import Checkpoint, Identity, Image, Limits
 
@@ -189,7 +190,7 @@ class ExpertSizes(NamedTuple):
 
 def check_experts(s: ExpertSizes) -> list[dict]:
     """The same tokens with all experts on the device and with half of them: equal bits, hit rate, tokens a second."""
-    rng, rows, expected, n_threads = np.random.default_rng(5), [], None, psutil.cpu_count(logical=False) or 1
+    rng, rows, expected, n_threads = np.random.default_rng(5), [], None, resources.usable_cores()
     shapes = {"gate": (s.n_ff, s.width), "up": (s.n_ff, s.width), "down": (s.width, s.n_ff)}
     packs = {name: ops.pack_experts(ops.Q4_0, cuda_cases.random_weights(rng, "Q4_0", s.experts, *shape), shape[1])
              for name, shape in shapes.items()}  # fmt: skip
