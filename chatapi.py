@@ -10,15 +10,18 @@ import json
 import math
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from answertext import MARKS, THINK, AnswerParser, Part, StopStrings, ToolCall
-from childproc import Done, PromptProgress
-from tokenizer import Tokenizer, TokenizerError
+from childproc import Done, PromptProgress, Source
+from tokenizer import Prompt, Tokenizer, TokenizerError
 
 # Cells that the engine keeps free behind prompt and answer.
 SPARE_CELLS = 8
+# Prompts of up to so many contexts are counted exactly when they are refused.
+FAR_TOO_LONG = 2
 MAX_STOPS = 64
 MAX_SEED = 2**64 - 1
 MAX_COUNT = 2**31 - 1
@@ -56,6 +59,27 @@ class BadField(ApiError):
 # --- Reading a body ---
 
 
+def parse_object(raw: bytes, *, unique: bool = False) -> dict:
+    """A JSON object; raises ApiError for anything else, however deep or strange."""
+
+    def pairs_to_dict(pairs: list[tuple[str, object]]) -> dict:
+        values = dict(pairs)
+        if unique and len(values) < len(pairs):
+            raise ValueError("a key is given twice")
+        return values
+
+    def refuse(word: str):
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=pairs_to_dict, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return value
+
+
 @dataclass
 class GenerationRequest:
     """What a body asks for, checked; ``order`` makes it a GEN line."""
@@ -73,7 +97,7 @@ class GenerationRequest:
 
     def order(self, end_ids: frozenset[int]) -> str:
         """The GEN line; the answer also stops at ``end_ids``."""
-        keys = [f"{name}={value}" for name, value in self.sampling.items()]
+        keys = ["source=1", *[f"{name}={value}" for name, value in self.sampling.items()]]
         if end_ids:
             keys.append(f"stop={','.join(map(str, sorted(end_ids)))}")
         return " ".join([f"GEN {self.max_new}", *keys, ",".join(map(str, self.ids))])
@@ -84,10 +108,10 @@ class GenerationRequest:
 
 def read_chat(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest:
     """A chat completion request; raises ApiError."""
-    text = render_chat(body, tokenizer)
-    request = _read_generation(body, _encode(tokenizer, text), n_ctx)
+    prompt = _render(body, tokenizer)
+    request = _read_generation(body, _prompt_ids(tokenizer, prompt.pieces, n_ctx), n_ctx)
     request.reasoning = body.get("reasoning_format") != "none"
-    request.thinking = request.reasoning and text.rstrip().endswith(THINK)
+    request.thinking = request.reasoning and prompt.text.rstrip().endswith(THINK)
     request.tools = bool(_tools(body))
     return request
 
@@ -104,7 +128,7 @@ def read_completion(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationR
     ids: list[int] = []
     for piece in prompt:
         if isinstance(piece, str):
-            ids += _encode(tokenizer, piece, bos=not ids)
+            ids += _encode(tokenizer, piece, n_ctx, bos=not ids)
         else:
             ids += check_ids("prompt", [piece], tokenizer)
     return _read_generation(body, ids, n_ctx)
@@ -112,18 +136,23 @@ def read_completion(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationR
 
 def render_chat(body: dict, tokenizer: Tokenizer) -> str:
     """The messages of a body as the model's own template writes them; raises ApiError."""
+    return _render(body, tokenizer).text
+
+
+def _render(body: dict, tokenizer: Tokenizer) -> Prompt:
     tools = _tools(body)
     if tools and "tools" not in (tokenizer.chat_template or ""):
         raise BadField("tools", "the chat template of this model knows no tools; leave them out or load another model")
     variables = _optional(body, "chat_template_kwargs", dict, {})
-    if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
+    if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt", "kept", "clock"}:
         raise BadField("chat_template_kwargs", f"{min(reserved)!r} has a field of its own in the body")
     if effort := _optional(body, "reasoning_effort", str, None):
         variables = {"reasoning_effort": effort} | variables
     begin = _optional(body, "add_generation_prompt", bool, True)
     messages = _messages(body)
     try:
-        return tokenizer.render_chat(messages, tools=tools, **(variables | {"add_generation_prompt": begin}))
+        # Marks that the model writes itself are marks again when its words come back.
+        return tokenizer.render(messages, tools=tools, kept=MARKS, **(variables | {"add_generation_prompt": begin}))
     except TokenizerError as error:
         raise ApiError(400, str(error)) from error
 
@@ -139,11 +168,37 @@ def check_ids(name: str, ids: object, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _encode(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, n_ctx: int, *, bos: bool = True) -> list[int]:
     try:
-        return tokenizer.encode(text, special=True, bos=bos)
+        pieces = tokenizer.pieces(text)
     except TokenizerError as error:
         raise ApiError(400, str(error)) from error
+    return _prompt_ids(tokenizer, tokenizer.with_bos(pieces) if bos else pieces, n_ctx)
+
+
+def _prompt_ids(tokenizer: Tokenizer, pieces: list[str | int], n_ctx: int) -> list[int]:
+    """The ids of a prompt; one that cannot fit the context is refused before the work that its length would make."""
+    n_bytes = sum(len(piece.encode()) if isinstance(piece, str) else 1 for piece in pieces)
+    n_least = -(-n_bytes // tokenizer.longest_token_bytes)
+    if n_least <= n_ctx:
+        ids = tokenizer.prompt_ids(pieces, most=FAR_TOO_LONG * n_ctx)
+        if len(ids) <= FAR_TOO_LONG * n_ctx:
+            return ids
+        n_least = len(ids)
+    raise prompt_too_long(n_least, n_ctx, at_least=True)
+
+
+def prompt_too_long(n_tokens: int, n_ctx: int, *, at_least: bool = False) -> ApiError:
+    """The refusal of a prompt that the context cannot hold."""
+    return ApiError(
+        400,
+        f"the prompt of {'at least ' * at_least}{n_tokens} tokens exceeds the available context size of {n_ctx}:"
+        f" it does not fit the context of {n_ctx}, of which {SPARE_CELLS} and one token of the answer must stay free;"
+        " shorten it, or start the engine with a larger --max-context",
+        "exceed_context_size_error",
+        n_prompt_tokens=n_tokens,
+        n_ctx=n_ctx,
+    )
 
 
 def _optional(body: dict, name: str, kind: type, default):
@@ -227,14 +282,7 @@ def _read_generation(body: dict, ids: list[int], n_ctx: int) -> GenerationReques
     if not ids:
         raise BadField("prompt", "it has no tokens")
     if room < 1:
-        raise ApiError(
-            400,
-            f"the prompt of {len(ids)} tokens does not fit the context of {n_ctx}, of which {SPARE_CELLS} and one token"
-            " of the answer must stay free; shorten it, or start the engine with a larger --max-context",
-            "exceed_context_size_error",
-            n_prompt_tokens=len(ids),
-            n_ctx=n_ctx,
-        )
+        raise prompt_too_long(len(ids), n_ctx)
     options = _optional(body, "stream_options", dict, {})
     return GenerationRequest(
         ids=ids,
@@ -319,6 +367,7 @@ class Answer:
     calls: list[ToolCall] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     stop_word: str | None = None
+    source: Source | None = None
     done: Done | None = None
 
     @property
@@ -333,22 +382,35 @@ class AnswerReader:
     """Tokens to parts: decoded, cut at stop strings, sorted into content, reasoning and tool calls."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
         self._decoder = tokenizer.stream()
         self._shown_marks = frozenset(mark_ids(tokenizer))
         self._stops = StopStrings(request.stops)
         self._parser = request.parser()
+        self._ends: list[int] = []
+        self._n_decoded = 0
+        self._n_shown = 0
         self.answer = Answer()
 
     def push(self, token_id: int) -> list[Part]:
         """The parts that one more token completes; none once a stop string was found."""
         self.answer.ids.append(token_id)
         text = self._decoder.push(token_id, special=token_id in self._shown_marks)
-        return self._take(self._parser.push(self._stops.push(text)))
+        self._n_decoded += len(text)
+        # A token that ends inside a character is shown with the one that completes it.
+        self._ends.append(self._n_decoded + self._decoder.unfinished)
+        return self._take(self._parser.push(self._passed(text)))
+
+    def _passed(self, text: str) -> str:
+        """What of a text no stop string holds back."""
+        shown = self._stops.push(text)
+        self._n_shown += len(shown)
+        return shown
 
     def finish(self, done: Done) -> list[Part]:
         """The parts that were held back."""
         self.answer.done = done
-        text = self._stops.push(self._decoder.flush()) + self._stops.flush()
+        text = self._passed(self._decoder.flush()) + self._stops.flush()
         return self._take(self._parser.push(text)) + self._take(self._parser.flush())
 
     @property
@@ -356,6 +418,20 @@ class AnswerReader:
         """A stop string was found: nothing further is shown."""
         self.answer.stop_word = self._stops.found
         return self._stops.found is not None
+
+    @property
+    def n_shown(self) -> int:
+        """How many of the answer's tokens lie wholly in the text before the stop string; all where none was found."""
+        if self._stops.found is None:
+            return len(self.answer.ids)
+        n_tokens = bisect_right(self._ends, self._n_shown)
+        # Marks that are not shown belong to what follows them.
+        while n_tokens and self._is_hidden(self.answer.ids[n_tokens - 1]):
+            n_tokens -= 1
+        return n_tokens
+
+    def _is_hidden(self, token_id: int) -> bool:
+        return token_id not in self._shown_marks and self._tokenizer.is_control(token_id)
 
     def _take(self, parts: list[Part]) -> list[Part]:
         for part in parts:
@@ -377,7 +453,7 @@ def mark_ids(tokenizer: Tokenizer) -> list[int]:
 # --- What all dialects tell about an answer ---
 
 
-def timings(done: Done) -> dict:
+def timings(done: Done, source: Source | None = None) -> dict:
     """The times of a request with the names of llama.cpp; ``prompt_n`` is what was really read."""
     result = {
         "cache_n": done.n_reused,
@@ -390,6 +466,8 @@ def timings(done: Done) -> dict:
         "predicted_per_token_ms": _ratio(done.decode_ms, done.n_generated),
         "predicted_per_second": _ratio(1000 * done.n_generated, done.decode_ms),
     }
+    if source:
+        result |= {"cache_source": source.source, "diverged_at": source.diverged_at}
     if done.n_drafts_offered:
         result |= {"draft_n": done.n_drafts_offered, "draft_n_accepted": done.n_drafts_accepted}
     return result
@@ -431,7 +509,7 @@ class ChatDialect:
         if answer.calls:
             message["tool_calls"] = [_call(call) for call in answer.calls]
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
-        numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+        numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
         return {**self._head, "object": "chat.completion", "choices": [choice], **numbers}
 
     def first(self) -> list[dict]:
@@ -447,9 +525,9 @@ class ChatDialect:
         return self._event({"reasoning_content" if part.kind == "reasoning" else "content": part.text})
 
     def last(self, answer: Answer) -> list[dict]:
-        events = [self._event({}, answer.finish_reason, timings=timings(answer.done))]
+        events = [self._event({}, answer.finish_reason, timings=timings(answer.done, answer.source))]
         if self._request.with_usage:
-            numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+            numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
             events.append({**self._head, "object": "chat.completion.chunk", "choices": [], **numbers})
         return events
 
@@ -477,7 +555,7 @@ class TextDialect:
         self._head = {**head, "model": model}
 
     def whole(self, answer: Answer) -> dict:
-        numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+        numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
         return self._event(answer.content, answer.finish_reason, **numbers)
 
     def first(self) -> list[dict]:
@@ -490,9 +568,9 @@ class TextDialect:
         return self._event(part.text)
 
     def last(self, answer: Answer) -> list[dict]:
-        events = [self._event("", answer.finish_reason, timings=timings(answer.done))]
+        events = [self._event("", answer.finish_reason, timings=timings(answer.done, answer.source))]
         if self._request.with_usage:
-            numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+            numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
             events.append({**self._head, "choices": [], **numbers})
         return events
 
@@ -543,7 +621,7 @@ class NativeDialect:
             "tokens_cached": done.n_reused,
             "truncated": False,
             "generation_settings": {"n_predict": self._request.max_new, **self._request.sampling},
-            "timings": timings(done),
+            "timings": timings(done, answer.source),
         }
 
 

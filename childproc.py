@@ -16,14 +16,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# The longest answer line: STATS with thousands of checkpoints stays far below it.
-LINE_LIMIT_BYTES = 1 << 20
+# The longest answer line: TOKENS of a million ids.
+LINE_LIMIT_BYTES = 16 << 20
+LOG_LINE_LIMIT_BYTES = 1 << 20
 # Lines that a child may be ahead of us; beyond that the pipe blocks it.
 LINES_AHEAD = 1024
 # Loading says nothing before READY, and a large model on a slow disk takes minutes.
 LOAD_LIMIT_S = 3600.0
 # How long a child may take to leave after QUIT, or after it said FATAL.
 LEAVE_GRACE_S = 5.0
+SOURCES = ("live", "checkpoint", "parked", "store", "none")
 SESSION_KINDS = ("invalid", "storage", "memory", "io")
 ALLOWANCE_S = range(1, 3601)
 
@@ -67,6 +69,14 @@ class Resume(NamedTuple):
     """A generation was accepted; so many tokens of its prompt are held already."""
 
     n_reused: int
+
+
+class Source(NamedTuple):
+    """Where the tokens that are held came from, and where the prompt parts from everything that was held."""
+
+    source: str
+    n_tokens: int
+    diverged_at: int
 
 
 class PromptProgress(NamedTuple):
@@ -158,17 +168,24 @@ def _finish(word: str) -> str:
     return word
 
 
+def _source(word: str) -> str:
+    if word not in SOURCES:
+        raise ValueError(f"{word[:40]!r} is no source of held tokens")
+    return word
+
+
 _DONE_FIELDS = (_count, _count, _real, _real, _finish, *[_count] * 7, _real, _count, _count)
 _GEN_LINES = {
     "RESUME": (Resume, (_count,)),
     "PP": (PromptProgress, (_count, _count, _real, _real)),
     "REUSED": (None, (_count,)),
+    "SOURCE": (Source, (_source, _count, _count)),
     "T": (Token, (_count,)),
     "DONE": (Done, _DONE_FIELDS),
 }
 
 
-def parse_generation_line(line: str) -> Resume | PromptProgress | Token | Done | None:
+def parse_generation_line(line: str) -> Resume | Source | PromptProgress | Token | Done | None:
     """One line of a running generation; None for one that repeats what RESUME said. Raises ValueError."""
     word, _, rest = line.partition(" ")
     if word not in _GEN_LINES:
@@ -245,7 +262,7 @@ class ChildPipes:
     async def _pump_stderr(self) -> None:
         rest = b""
         while chunk := await self._process.stderr.read(1 << 16):
-            *lines, rest = (rest + chunk)[-LINE_LIMIT_BYTES:].split(b"\n")
+            *lines, rest = (rest + chunk)[-LOG_LINE_LIMIT_BYTES:].split(b"\n")
             for line in lines:
                 self._hear(line)
         self._hear(rest)
@@ -316,9 +333,15 @@ class Generation:
     def __init__(self):
         self._events: asyncio.Queue = asyncio.Queue()
         self._stop = asyncio.Event()
+        self.n_kept: int | None = None
 
-    def stop(self) -> None:
-        """Nobody wants the rest: a child that has begun is told, a turn that has not come is skipped."""
+    def stop(self, keep: int | None = None) -> None:
+        """Nobody wants the rest: a child that has begun is told, a turn that has not come is skipped.
+
+        With ``keep``, the conversation that is held afterwards ends behind so many tokens of its answer.
+        """
+        if not self.stopped:
+            self.n_kept = keep
         self._stop.set()
 
     @property
@@ -418,6 +441,10 @@ class EngineChild:
     async def erase(self) -> int:
         """Forget the live conversation; returns its number of tokens. Raises NotLoaded or EngineGone."""
         return await asyncio.shield(self._start_job(self._run_erase()))
+
+    async def held_tokens(self) -> str:
+        """The ids of the live conversation with commas between; raises NotLoaded, EngineRefused or EngineGone."""
+        return await asyncio.shield(self._start_job(self._run_held_tokens()))
 
     async def load(self) -> None:
         """Start the child if it does not run; raises EngineGone when it does not come up."""
@@ -596,7 +623,8 @@ class EngineChild:
         await generation.wait_stopped()
         # When the child cannot take it, the reader of its lines finds out how it ended.
         with contextlib.suppress(EngineGone):
-            await pipes.write_line("STOP", self._silence_s)
+            stop = "STOP" if generation.n_kept is None else f"STOP {generation.n_kept}"
+            await pipes.write_line(stop, self._silence_s)
 
     def _count_generation(self, done: Done) -> None:
         if done.n_generated:
@@ -669,6 +697,22 @@ class EngineChild:
                 n_erased = _count(rest)
             self._n_held = 0
             return n_erased
+
+
+    async def _run_held_tokens(self) -> str:
+        async with self._my_turn():
+            pipes = self._loaded_pipes()
+            await pipes.write_line("TOKENS", self._silence_s)
+            line = await pipes.read_line(self._silence_s)
+            word, _, rest = line.partition(" ")
+            if word == "ERR":
+                raise EngineRefused(rest)
+            with _in_step(line):
+                count, _, ids = rest.partition(" ")
+                n_ids = ids.count(",") + 1 if ids else 0
+                if word != "TOKENS" or _count(count) != n_ids or not re.fullmatch(r"[0-9,]*", ids):
+                    raise ValueError("not the ids of a conversation")
+            return ids
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ class Child:
         self.held: list[int] = []
         self.lines: queue.Queue[str | None] = queue.Queue()
         self.stopped = threading.Event()
+        self.kept: int | None = None
         self.request = (0, 0, [], 0)
 
     def path(self, name: str) -> str:
@@ -69,7 +70,8 @@ class Child:
     def read_stdin(self) -> None:
         for line in sys.stdin:
             self.note("verbs", line.rstrip("\n")[:200])
-            if line == "STOP\n":
+            if line.startswith("STOP"):
+                self.kept = int(line[5:]) if len(line) > 5 else None
                 self.stopped.set()
             else:
                 self.lines.put(line.rstrip("\n"))
@@ -87,6 +89,7 @@ class Child:
         while (line := self.lines.get()) not in (None, "QUIT"):
             verb, _, rest = line.partition(" ")
             self.stopped.clear()
+            self.kept = None
             self.carry_out(verb, rest, getattr(self, verb.lower(), self.unknown))
         return 0
 
@@ -111,11 +114,15 @@ class Child:
     # Directives.
 
     def do_accept(self, _) -> None:
-        n_reused, _, ids, _ = self.request
+        n_reused, _, ids, keys = self.request
         self.say(f"RESUME {n_reused}")
         for position in range(min(n_reused + CHUNK, len(ids)), len(ids) + CHUNK, CHUNK):
             self.say(f"PP {min(position, len(ids))} {len(ids)} 1.5 1000.0")
         self.say(f"REUSED {n_reused}")
+        if "source=1" in keys:
+            both = zip(self.held, ids, strict=False)
+            n_same = next((i for i, (a, b) in enumerate(both) if a != b), min(len(self.held), len(ids)))
+            self.say(f"SOURCE {'live' if n_reused else 'none'} {n_reused} {n_same}")
 
     def do_text(self, text: str) -> None:
         self.emit(to_ids(text))
@@ -136,7 +143,7 @@ class Child:
         if self.stopped.is_set() and finish != "length":
             finish = "cancel"
         n_new = len(self.answer)
-        self.held = ids + self.answer[:-1]
+        self.held = ids + self.answer[: len(self.answer) - 1 if self.kept is None else self.kept]
         self.say(f"DONE {n_new} {len(ids)} 2.5 10.0 {finish} 0 0 {n_reused} 1 2 0 0 0.0 {len(ids) - n_reused} 0")
 
     def do_mark(self, name: str) -> None:
@@ -228,6 +235,9 @@ class Child:
     def erase(self, _) -> None:
         self.say(f"ERASED {len(self.held)}")
         self.held = []
+
+    def tokens(self, _) -> None:
+        self.say(f"TOKENS {len(self.held)} {','.join(map(str, self.held))}".rstrip())
 
     def stats(self, _) -> None:
         self.say("STATS " + json.dumps({"held": len(self.held)}))

@@ -131,7 +131,7 @@ def test_a_request_without_wishes_is_greedy_and_as_long_as_the_context(tokenizer
     words = order(tokenizer)
     n_prompt = len(words[-1].split(","))
     assert words[:2] == ["GEN", str(N_CTX - 8 - n_prompt)]
-    assert words[2:-1] == ["stop=257,258"]
+    assert words[2:-1] == ["source=1", "stop=257,258"]
 
 
 @pytest.mark.parametrize(
