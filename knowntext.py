@@ -25,9 +25,9 @@ MARK_CHARACTER = re.compile("[\ud800-\udfff]")
 BESIDE = 256
 # Places for a cut that are tried before the next mark is taken.
 MAX_TRIES = 32
-# What the clock may have told in another form: more letters in the name of a month, one digit more in a day.
+# How much longer another time may be, as with the name of a month, and how much behind it is compared to find its end.
 CLOCK_SLACK = 16
-CLOCK_SAME = 8
+BEHIND_CLOCK = 64
 # What a line of the log shows of two texts that part.
 SHOWN_TOKENS, SHOWN_CHARACTERS = 8, 60
 
@@ -260,12 +260,14 @@ def _other_time(text: str, known: str, shared: int, form: str, value: str) -> tu
     begin = text.find(value, max(0, shared - len(value) + 1), shared + len(value))
     if begin < 0 or begin > shared:
         return 0, ""
-    behind = text[begin + len(value) :][:CLOCK_SAME]
+    behind = text[begin + len(value) :][:BEHIND_CLOCK]
+    same, other = 0, ""
     for length in range(1, len(value) + CLOCK_SLACK):
-        other = known[begin : begin + length]
-        if known[begin + length :][: len(behind)] == behind and _is_time(other, form):
-            return begin, other
-    return 0, ""
+        end = begin + length
+        n_same = common_start(behind, known[end : end + BEHIND_CLOCK]) if behind else 1
+        if n_same > same and _is_time(known[begin:end], form):
+            same, other = n_same, known[begin:end]
+    return begin, other
 
 
 def _is_time(text: str, form: str) -> bool:

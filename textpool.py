@@ -29,6 +29,7 @@ PATIENCE_S = 0.25
 SPARE_S = 60.0
 # The last resort: a process that waits for something takes no time of the processor.
 JOB_LIMIT_S = 600.0
+LEAVE_GRACE_S = 5.0
 PIPE_BYTES = 1 << 20
 TOO_MUCH_MEMORY = (signal.SIGABRT, signal.SIGKILL)
 
@@ -96,7 +97,12 @@ class _Worker:
         return head, [await stream.readexactly(size) for size in head["sizes"]]
 
     async def ended(self) -> int:
-        """The exit status of a process that does not answer any more."""
+        """The exit status of a process that closed its pipe, or was killed."""
+        self._killed = True
+        with contextlib.suppress(TimeoutError):
+            # Killed while it ends by itself, its status would be lost.
+            async with asyncio.timeout(LEAVE_GRACE_S):
+                return await self._process.wait()
         self.kill()
         return await self._process.wait()
 
@@ -149,23 +155,33 @@ class TextPool:
     async def run(self, task: str, body: bytes, **about) -> Answer:
         """Have a job done; raises ApiError. Whoever is cancelled here takes a running job's process along."""
         async with self._turns:
-            worker = await self._take()
-            try:
-                async with asyncio.timeout(JOB_LIMIT_S):
-                    self._tell(worker)
-                    worker.post({"task": task, **about}, body)
-                    phase, head, blobs = await worker.answer()
-            except WorkerLost as lost:
-                raise self._why(await worker.ended(), str(lost)) from None
-            except TimeoutError:
-                worker.kill()
-                raise ApiError(500, f"the work on this text was not done after {JOB_LIMIT_S:g} s") from None
-            except BaseException:
-                worker.kill()
-                raise
-            finally:
-                self._give_back(worker)
-        return self._read_answer(phase, head, blobs)
+            while True:
+                worker = await self._take()
+                try:
+                    async with asyncio.timeout(JOB_LIMIT_S):
+                        return self._read_answer(*await self._answer(worker, {"task": task, **about}, body))
+                except WorkerLost as lost:
+                    status = await worker.ended()
+                    # One that ended before it began, as when it was idle, has not met this job.
+                    if str(lost) or self._closed:
+                        raise self._why(status, str(lost)) from None
+                    self._log(f"a process that works on texts ended with status {status}; it is started again")
+                except TimeoutError:
+                    worker.kill()
+                    raise ApiError(500, f"the work on this text was not done after {JOB_LIMIT_S:g} s") from None
+                except asyncio.CancelledError:
+                    worker.kill()
+                    raise
+                finally:
+                    self._give_back(worker)
+
+    async def _answer(self, worker: _Worker, head: dict, body: bytes) -> tuple[str, dict, list[bytes]]:
+        self._tell(worker)
+        worker.post(head, body)
+        phase, head, blobs = await worker.answer()
+        if "memory_mib" in head:
+            worker.kill()  # it is leaving
+        return phase, head, blobs
 
     def learn(self, ids: array, *, whole: bool = True) -> None:
         """Let every process know the ids of a conversation, in place of one that it goes on."""
@@ -203,18 +219,19 @@ class TextPool:
         """What a client is told whose job ended its process."""
         if self._closed:
             return ApiError(503, "the server is ending")
-        if status == -signal.SIGPROF and phase:
+        if status == -signal.SIGPROF:
             return ApiError(400, f"{phase} took more than {LIMITS_S[phase]:g} s of processor time; it was given up")
-        if -status in TOO_MUCH_MEMORY and phase:
+        if -status in TOO_MUCH_MEMORY:
             return ApiError(400, f"{phase} took more memory than there is for it; it was given up")
-        self._log(f"a process that works on texts ended with status {status} ({phase or 'idle'}); it is started again")
-        return ApiError(400 if phase else 500, f"{phase or 'the work on this text'} failed: its process ended")
+        self._log(f"a process that works on texts ended with status {status} ({phase}); it is started again")
+        return ApiError(400, f"{phase} failed: its process ended")
 
     # Who does what.
 
     async def _take(self) -> _Worker:
         """A process that is free: the oldest, or after a while another one."""
         while True:
+            self._workers = [worker for worker in self._workers if not worker.gone]
             self._idle = [worker for worker in self._idle if not worker.gone]
             if self._idle:
                 return self._idle.pop(0)
@@ -236,7 +253,7 @@ class TextPool:
         worker.n_jobs += 1
         if not worker.gone:
             self._tell(worker)
-            self._idle = sorted([*self._idle, worker], key=self._workers.index)
+            self._idle = [one for one in self._workers if one is worker or one in self._idle]
             if worker is not self._workers[0]:
                 asyncio.get_running_loop().call_later(SPARE_S, self._dismiss, worker, worker.n_jobs)
         elif worker in self._workers:
@@ -267,7 +284,7 @@ class TextPool:
     async def _started(self) -> None:
         worker = await _Worker.spawn()
         try:
-            worker.post({"task": "start"}, self._metadata)
+            worker.post({"task": "start", "limits_s": LIMITS_S}, self._metadata)
             self._read_answer(*await worker.answer())
         except BaseException:
             worker.kill()

@@ -107,6 +107,7 @@ class Worker:
         self._n_jobs = 0
         self._tokenizer: WorkerTokenizer | None = None
         self._base_bytes = 0
+        self._limits_s: dict[str, float] = {}
 
     def carry_out(self, head: dict, blobs: list[bytes]) -> None:
         """One job; its answer is the last frame for it."""
@@ -151,14 +152,15 @@ class Worker:
         """Begin a step: its time is over by SIGPROF, which ends the process in the middle of whatever it does."""
         if phase == self._phase:
             return
-        signal.setitimer(signal.ITIMER_PROF, LIMITS_S[phase])
+        signal.setitimer(signal.ITIMER_PROF, self._limits_s[phase])
         self._phase = phase
         self._send(frame({"phase": phase}))
 
     # Jobs. What they return is the answer, nothing where none is waited for.
 
     def start(self, head: dict, metadata: bytes) -> tuple[dict]:
-        """Take the tokenizer of the model that the front has loaded."""
+        """Take the tokenizer of the model that the front has loaded, and the limits on the steps of a job."""
+        self._limits_s = head["limits_s"]
         self._tokenizer = WorkerTokenizer(json.loads(metadata), self.begin)
         gc.disable()
         gc.freeze()
