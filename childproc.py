@@ -442,8 +442,8 @@ class EngineChild:
         """Forget the live conversation; returns its number of tokens. Raises NotLoaded or EngineGone."""
         return await asyncio.shield(self._start_job(self._run_erase()))
 
-    async def held_tokens(self) -> str:
-        """The ids of the live conversation with commas between; raises NotLoaded, EngineRefused or EngineGone."""
+    async def held_tokens(self) -> list[int]:
+        """The ids of the live conversation; raises NotLoaded, EngineRefused or EngineGone."""
         return await asyncio.shield(self._start_job(self._run_held_tokens()))
 
     async def load(self) -> None:
@@ -699,7 +699,7 @@ class EngineChild:
             return n_erased
 
 
-    async def _run_held_tokens(self) -> str:
+    async def _run_held_tokens(self) -> list[int]:
         async with self._my_turn():
             pipes = self._loaded_pipes()
             await pipes.write_line("TOKENS", self._silence_s)
@@ -708,10 +708,12 @@ class EngineChild:
             if word == "ERR":
                 raise EngineRefused(rest)
             with _in_step(line):
-                count, _, ids = rest.partition(" ")
-                n_ids = ids.count(",") + 1 if ids else 0
-                if word != "TOKENS" or _count(count) != n_ids or not re.fullmatch(r"[0-9,]*", ids):
+                count, _, words = rest.partition(" ")
+                if word != "TOKENS" or not re.fullmatch(r"(\d{1,9}(,\d{1,9})*)?", words, re.ASCII):
                     raise ValueError("not the ids of a conversation")
+                ids = [int(one) for one in words.split(",")] if words else []
+                if len(ids) != _count(count):
+                    raise ValueError(f"{len(ids)} ids")
             return ids
 
 

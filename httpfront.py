@@ -734,7 +734,10 @@ class Front:
         except ChildError as error:
             self._terminal.log(f"the text of the restored conversation is not known: {error}")
             return
-        self.texts.learn(array("i", map(int, ids.split(","))) if ids else array("i"))
+        if max(ids, default=0) < self._tokenizer.n_vocab:
+            self.texts.learn(array("i", ids))
+        else:
+            self._terminal.log("the text of the restored conversation is not known: its ids are not of this vocabulary")
 
 
 async def _whole_answer(generation: Generation, reader: AnswerReader) -> chatapi.Answer:

@@ -29,6 +29,8 @@ PATIENCE_S = 0.25
 SPARE_S = 60.0
 # The last resort: a process that waits for something takes no time of the processor.
 JOB_LIMIT_S = 600.0
+# A job that has not begun is given to so many processes, one after the other, when they end.
+MAX_TRIES = 3
 LEAVE_GRACE_S = 5.0
 PIPE_BYTES = 1 << 20
 TOO_MUCH_MEMORY = (signal.SIGABRT, signal.SIGKILL)
@@ -155,7 +157,7 @@ class TextPool:
     async def run(self, task: str, body: bytes, **about) -> Answer:
         """Have a job done; raises ApiError. Whoever is cancelled here takes a running job's process along."""
         async with self._turns:
-            while True:
+            for n_left in reversed(range(MAX_TRIES)):
                 worker = await self._take()
                 try:
                     async with asyncio.timeout(JOB_LIMIT_S):
@@ -163,7 +165,7 @@ class TextPool:
                 except WorkerLost as lost:
                     status = await worker.ended()
                     # One that ended before it began, as when it was idle, has not met this job.
-                    if str(lost) or self._closed:
+                    if str(lost) or self._closed or not n_left:
                         raise self._why(status, str(lost)) from None
                     self._log(f"a process that works on texts ended with status {status}; it is started again")
                 except TimeoutError:
@@ -224,7 +226,7 @@ class TextPool:
         if -status in TOO_MUCH_MEMORY:
             return ApiError(400, f"{phase} took more memory than there is for it; it was given up")
         self._log(f"a process that works on texts ended with status {status} ({phase}); it is started again")
-        return ApiError(400, f"{phase} failed: its process ended")
+        return ApiError(400 if phase else 500, f"{phase or 'the work on this text'} failed: its process ended")
 
     # Who does what.
 

@@ -110,13 +110,15 @@ class Worker:
         self._limits_s: dict[str, float] = {}
 
     def carry_out(self, head: dict, blobs: list[bytes]) -> None:
-        """One job; its answer is the last frame for it."""
+        """One job; its answer is the last frame for it, but for one that nobody waits for."""
+        if head["task"] == "learn":
+            self._learn(array("i", blobs[0]), head["whole"])
+            return
         body_bytes = sum(map(len, blobs))
         try:
             with self._limited(body_bytes):
                 answer = getattr(self, head["task"])(head, *blobs)
-            if answer is not None:
-                self._send(frame(*answer))
+            self._send(frame(*answer))
         except ApiError as error:
             self._refuse(error)
         except TokenizerError as error:
@@ -130,6 +132,13 @@ class Worker:
         self._n_jobs += 1
         if body_bytes > LARGE_BODY_BYTES or self._n_jobs % JOBS_A_COLLECTION == 0:
             gc.collect()
+
+    def _learn(self, ids: array, whole: bool) -> None:
+        """Take the ids of a conversation; one that cannot be taken is read as any other text."""
+        try:
+            self._tokenizer.known.learn(ids, whole=whole)
+        except Exception:
+            traceback.print_exc()
 
     def _refuse(self, error: ApiError) -> None:
         self._send(frame({"refused": {"status": error.status, "body": error.body, "headers": error.headers}}))
@@ -156,7 +165,7 @@ class Worker:
         self._phase = phase
         self._send(frame({"phase": phase}))
 
-    # Jobs. What they return is the answer, nothing where none is waited for.
+    # Jobs. What they return is the answer.
 
     def start(self, head: dict, metadata: bytes) -> tuple[dict]:
         """Take the tokenizer of the model that the front has loaded, and the limits on the steps of a job."""
@@ -166,10 +175,6 @@ class Worker:
         gc.freeze()
         self._base_bytes = _address_space_bytes()
         return ({"done": {}},)
-
-    def learn(self, head: dict, ids: bytes) -> None:
-        """Take the ids of a conversation."""
-        self._tokenizer.known.learn(array("i", ids), whole=head["whole"])
 
     def generate(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:
         """A body to a request, its order for the engine and the ids of its prompt."""

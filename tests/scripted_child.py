@@ -69,7 +69,7 @@ class Child:
 
     def read_stdin(self) -> None:
         for line in sys.stdin:
-            self.note("verbs", line.rstrip("\n")[:200])
+            self.note("verbs", line.rstrip("\n")[:2000])
             if line.startswith("STOP"):
                 self.kept = int(line[5:]) if len(line) > 5 else None
                 self.stopped.set()
