@@ -218,7 +218,7 @@ class FrontServer(uvicorn.Server):
     def end(self) -> None:
         """End in order; a second call ends at once."""
         if self._ending:
-            self._front.texts.close()
+            self._front.texts.kill()
             self._front.child.kill()
             self.force_exit = True
         else:
@@ -483,7 +483,7 @@ class Front:
         if name and name == self._options.restore_at_start and self._restore_refused:
             # The file that could not be used this time may be worth more than what was talked about since.
             name = f"{name}.new"
-        self.texts.close()
+        self.texts.kill()
         save = (name, self._folder.path_of(name)) if name else None
         try:
             async with asyncio.timeout(EXIT_GRACE_S):
@@ -495,6 +495,7 @@ class Front:
             self._terminal.log(f"the engine was not done after {EXIT_GRACE_S:g} s and was ended")
         except ChildError as error:
             self._terminal.log(f"not saved at exit: {error}")
+        await self.texts.close()
 
     def _say_done(self, action: str, name: str, done: SessionDone) -> None:
         size_mib, seconds = done.size_bytes / (1 << 20), done.ms / 1000

@@ -104,8 +104,12 @@ class _Worker:
         with contextlib.suppress(TimeoutError):
             # Killed while it ends by itself, its status would be lost.
             async with asyncio.timeout(LEAVE_GRACE_S):
-                return await self._process.wait()
+                return await self.left()
         self.kill()
+        return await self.left()
+
+    async def left(self) -> int:
+        """The exit status, once it has ended."""
         return await self._process.wait()
 
     def kill(self) -> None:
@@ -126,6 +130,7 @@ class TextPool:
         self._idle: list[_Worker] = []
         self._workers: list[_Worker] = []
         self._starts: set[asyncio.Task] = set()
+        self._running: set[asyncio.Task] = set()
         self._start_failure: str | None = None
         self._closed = False
         self._n_learned = 0
@@ -138,10 +143,16 @@ class TextPool:
         self._end_all()
         self._start_worker()
 
-    def close(self) -> None:
-        """End every process at once."""
+    def kill(self) -> None:
+        """End every process at once; whoever waits for one is refused."""
         self._closed = True
         self._end_all()
+
+    async def close(self) -> None:
+        """End every process and wait until it is gone."""
+        self.kill()
+        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*self._running)
 
     def _end_all(self) -> None:
         for start in self._starts:
@@ -149,6 +160,7 @@ class TextPool:
         for worker in self._workers:
             worker.kill()
         self._workers, self._idle = [], []
+        self._changed.set()
 
     @property
     def pids(self) -> list[int]:
@@ -285,6 +297,9 @@ class TextPool:
 
     async def _started(self) -> None:
         worker = await _Worker.spawn()
+        running = asyncio.create_task(worker.left())
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
         try:
             worker.post({"task": "start", "limits_s": LIMITS_S}, self._metadata)
             self._read_answer(*await worker.answer())
