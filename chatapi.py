@@ -144,7 +144,7 @@ def _render(body: dict, tokenizer: Tokenizer) -> Prompt:
     if tools and "tools" not in (tokenizer.chat_template or ""):
         raise BadField("tools", "the chat template of this model knows no tools; leave them out or load another model")
     variables = _optional(body, "chat_template_kwargs", dict, {})
-    if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt", "kept", "clock"}:
+    if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
         raise BadField("chat_template_kwargs", f"{min(reserved)!r} has a field of its own in the body")
     if effort := _optional(body, "reasoning_effort", str, None):
         variables = {"reasoning_effort": effort} | variables
@@ -152,7 +152,7 @@ def _render(body: dict, tokenizer: Tokenizer) -> Prompt:
     messages = _messages(body)
     try:
         # Marks that the model writes itself are marks again when its words come back.
-        return tokenizer.render(messages, tools=tools, kept=MARKS, **(variables | {"add_generation_prompt": begin}))
+        return tokenizer.render(messages, variables, tools=tools, add_generation_prompt=begin, kept=MARKS)
     except TokenizerError as error:
         raise ApiError(400, str(error)) from error
 

@@ -717,9 +717,8 @@ class Front:
             known = [ids for _, ids, _ in self.texts.conversations]
             if line := why_read_again(answer.source, wanted.ids, known, self._tokenizer.decode):
                 self._terminal.log(line)
-        if answer.ids or answer.done:
-            shown = answer.ids[: reader.n_shown]
-            self.texts.learn(wanted.ids + array("i", shown), whole=bool(shown))
+        shown = answer.ids[: reader.n_shown]
+        self.texts.learn(wanted.ids + array("i", shown), whole=bool(shown))
 
     async def _learn_held(self) -> None:
         """After a restore, ask once for the tokens that the engine holds: their text is known from them."""

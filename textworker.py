@@ -56,16 +56,16 @@ class WorkerTokenizer(Tokenizer):
         self._begin = begin
         self.known = KnownTexts(lambda i: None if self.is_control(i) else self.token_bytes(i), self.may_cut)
 
-    def render(self, messages: list[dict], **options) -> Prompt:
+    def render(self, messages: list[dict], variables: dict, **options) -> Prompt:
         """As the tokenizer does, at the time of the conversation that the messages go on with."""
         self._begin(TEMPLATE)
-        prompt = super().render(messages, **options)
+        prompt = super().render(messages, variables, **options)
         if not prompt.clock:
             return prompt
         earlier = self.known.earlier_clock(spell(prompt.pieces), prompt.clock)
         if not earlier:
             return prompt
-        then = super().render(messages, **options, clock=earlier)
+        then = super().render(messages, variables, **options, clock=earlier)
         text = spell(then.pieces)
         return then if self.known.length_known(text) > first_answer(text, messages) else prompt
 
@@ -106,7 +106,7 @@ class Worker:
         self._phase = ""
         self._n_jobs = 0
         self._tokenizer: WorkerTokenizer | None = None
-        self._base_bytes = 0
+        self._memory_limits = resource.getrlimit(resource.RLIMIT_AS)
         self._limits_s: dict[str, float] = {}
 
     def carry_out(self, head: dict, blobs: list[bytes]) -> None:
@@ -147,15 +147,16 @@ class Worker:
     def _limited(self, body_bytes: int):
         """A limit on memory; that on time begins with each step."""
         self._phase = ""
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        if self._base_bytes:
-            limit = self._base_bytes + JOB_MEMORY_BYTES + MEMORY_A_BYTE * body_bytes
+        if (mapped := _address_space_bytes()) and self._tokenizer:
+            limit = mapped + JOB_MEMORY_BYTES + MEMORY_A_BYTE * body_bytes
+            soft, hard = self._memory_limits
+            limit = limit if soft == resource.RLIM_INFINITY else min(limit, soft)
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+            resource.setrlimit(resource.RLIMIT_AS, self._memory_limits)
 
     def begin(self, phase: str) -> None:
         """Begin a step: its time is over by SIGPROF, which ends the process in the middle of whatever it does."""
@@ -173,7 +174,6 @@ class Worker:
         self._tokenizer = WorkerTokenizer(json.loads(metadata), self.begin)
         gc.disable()
         gc.freeze()
-        self._base_bytes = _address_space_bytes()
         return ({"done": {}},)
 
     def generate(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:

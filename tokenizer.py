@@ -255,12 +255,12 @@ class Tokenizer:
     def render(
         self,
         messages: list[dict],
+        variables: dict,
         *,
-        tools=None,
-        add_generation_prompt=True,
+        tools: list | None = None,
+        add_generation_prompt: bool = True,
         kept: tuple[str, ...] = (),
         clock: dict[str, str] | None = None,
-        **variables,
     ) -> Prompt:
         """Messages as the text that the model's chat template makes of them; `variables` are further names in it.
 
@@ -277,13 +277,14 @@ class Tokenizer:
         pieces = self.with_bos(self.pieces(text, seal=seal))
         return Prompt(text.replace(seal, "") if seal else text, pieces, told)
 
-    def render_chat(self, messages: list[dict], **options) -> str:
-        """The text of messages; options are those of `render`."""
-        return self.render(messages, **options).text
+    def render_chat(self, messages: list[dict], *, tools=None, add_generation_prompt=True, **variables) -> str:
+        """The text of messages; `variables` are further names in the template."""
+        return self.render(messages, variables, tools=tools, add_generation_prompt=add_generation_prompt).text
 
-    def encode_chat(self, messages: list[dict], **options) -> list[int]:
-        """The token ids of messages through the model's chat template; options are those of `render`."""
-        return self.encode_pieces(self.render(messages, **options).pieces)
+    def encode_chat(self, messages: list[dict], *, tools=None, add_generation_prompt=True, **variables) -> list[int]:
+        """The token ids of messages through the model's chat template."""
+        prompt = self.render(messages, variables, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.encode_pieces(prompt.pieces)
 
     def _known_id(self, metadata: dict[str, object], key: str) -> int | None:
         token_id = metadata.get(f"ggml.{key}")

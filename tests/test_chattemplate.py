@@ -108,6 +108,12 @@ def test_marks_of_the_assistant_come_back_as_marks_and_templates_find_them(load)
     assert "</think>x" in tokenizer.decode(ids)
 
 
+def test_a_template_may_have_variables_of_any_name(load):
+    tokenizer = load("{{ kept }} {{ clock }} {{ messages[0].content }}")
+    said = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"kept": "a", "clock": "b"}}
+    assert chatapi.render_chat(said, tokenizer) == "a b x"
+
+
 def test_templates_find_words_that_they_look_for_in_any_message(load):
     template = (
         "{% for m in messages %}{% if m.content.startswith('<tool_response>') and '<b' in m.content %}R{% endif %}"
@@ -173,7 +179,7 @@ def test_an_ordinary_conversation_has_the_ids_that_the_library_finds(request, lo
     else:
         tokenizer = load(CHATML if which == "chatml" else TEMPLATE)
     for n in range(1, len(TALK) + 1):
-        text = tokenizer.render_chat(TALK[:n], kept=ANSWER_MARKS)
+        text = tokenizer.render(TALK[:n], {}, kept=ANSWER_MARKS).text
         assert ids_of(tokenizer, messages=TALK[:n]) == library_ids(tokenizer, text)
         assert all(message["content"] in text for message in TALK[:n])
 

@@ -6,8 +6,12 @@ from array import array
 
 import pytest
 
+import chatapi
 from childproc import Source
+from gguffile import embedded_model
 from knowntext import MAX_TEXTS, KnownTexts, common_start, spell, unspell, why_read_again
+from textworker import WorkerTokenizer
+from tokenizer import Tokenizer
 
 # A vocabulary of pieces of bytes, some of them parts of characters; ids from 1000 on are marks.
 PIECES = [bytes([byte]) for byte in range(256)]
@@ -240,3 +244,35 @@ def test_the_line_says_when_nothing_is_held():
     assert first == "0 of 3 prompt tokens reused (none); nothing that is held begins like it"
     lost = line(Source("none", 0, 0), "a talk goes on", "a talk")
     assert lost == "0 of 14 prompt tokens reused (none); nothing that is held goes on like it behind token 0"
+
+
+# --- With real vocabularies ---
+
+
+def other_ids(chosen: random.Random, tokenizer, text: str) -> list[int]:
+    """Ids of a text that its tokenizer would not have chosen: cut at random places, each part as always."""
+    raw, ids = text, []
+    while raw:
+        length = chosen.randint(1, 7)
+        ids += tokenizer.encode(raw[:length])
+        raw = raw[length:]
+    return ids
+
+
+@pytest.mark.parametrize("which", ["embedded", "smollm2"])
+def test_turn_after_turn_goes_on_with_the_ids_that_were_sampled(request, which):
+    path = embedded_model() if which == "embedded" else request.getfixturevalue("real_model")
+    tokenizer = WorkerTokenizer(Tokenizer.load(path).metadata, lambda phase: None)
+    plain, chosen = Tokenizer.load(path), random.Random(3)
+    end = plain.encode("<|im_end|>", special=True)
+    talk, held = [], []
+    for turn, answer in enumerate(["Yes, 12 of them.", "<b>a < b</b>\n\nend", "Grüße, 漢字 🙂!", "x\n  y\n"]):
+        talk.append({"role": "user", "content": f"Question {turn}: <i>and</i> ünd?"})
+        ids = chatapi.read_chat({"messages": talk}, tokenizer, 10_000).ids
+        assert ids[: len(held)] == held
+        assert plain.decode(ids) == plain.render_chat(talk)
+        assert ids[len(held) :] == plain.encode(plain.decode(ids[len(held) :]), special=True)
+        talk.append({"role": "assistant", "content": answer})
+        held = [*ids, *other_ids(chosen, plain, answer), *end]
+        tokenizer.known.learn(held)
+    assert held[: len(ids)] != plain.encode_chat(talk[:-1])

@@ -171,6 +171,18 @@ def test_a_process_that_was_killed_is_replaced(tmp_path):
             assert front.chat("hi").status_code == 200
 
 
+def test_processes_that_cannot_be_started_are_tried_again(tmp_path, monkeypatch):
+    with running(tmp_path) as front:
+        assert front.chat("hi").status_code == 200
+        with monkeypatch.context() as broken:
+            broken.setattr("textpool.textworker.__file__", str(tmp_path / "absent.py"))
+            front.front.texts._end_all()
+            answer = front.chat("hi")
+            assert answer.status_code == 500
+            assert "did not start" in answer.json()["error"]["message"]
+        assert front.chat("hi").status_code == 200
+
+
 def test_one_process_does_where_requests_are_short(tmp_path):
     with running(tmp_path) as front:
         for _ in range(20):
