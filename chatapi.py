@@ -10,11 +10,10 @@ import json
 import math
 import secrets
 import time
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from answertext import MARKS, THINK, AnswerParser, Part, StopStrings, ToolCall
+from answertext import MARKS, THINK, AnswerParser, Part, ShownTokens, StopStrings, ToolCall
 from childproc import Done, PromptProgress, Source
 from tokenizer import Prompt, Tokenizer, TokenizerError
 
@@ -387,30 +386,21 @@ class AnswerReader:
         self._shown_marks = frozenset(mark_ids(tokenizer))
         self._stops = StopStrings(request.stops)
         self._parser = request.parser()
-        self._ends: list[int] = []
-        self._n_decoded = 0
-        self._n_shown = 0
+        self._tokens = ShownTokens()
         self.answer = Answer()
 
     def push(self, token_id: int) -> list[Part]:
         """The parts that one more token completes; none once a stop string was found."""
         self.answer.ids.append(token_id)
         text = self._decoder.push(token_id, special=token_id in self._shown_marks)
-        self._n_decoded += len(text)
-        # A token that ends inside a character is shown with the one that completes it.
-        self._ends.append(self._n_decoded + self._decoder.unfinished)
-        return self._take(self._parser.push(self._passed(text)))
-
-    def _passed(self, text: str) -> str:
-        """What of a text no stop string holds back."""
-        shown = self._stops.push(text)
-        self._n_shown += len(shown)
-        return shown
+        hidden = token_id not in self._shown_marks and self._tokenizer.is_control(token_id)
+        self._tokens.add(text, unfinished=self._decoder.unfinished, hidden=hidden)
+        return self._take(self._parser.push(self._tokens.show(self._stops.push(text))))
 
     def finish(self, done: Done) -> list[Part]:
         """The parts that were held back."""
         self.answer.done = done
-        text = self._passed(self._decoder.flush()) + self._stops.flush()
+        text = self._tokens.show(self._stops.push(self._decoder.flush())) + self._stops.flush()
         return self._take(self._parser.push(text)) + self._take(self._parser.flush())
 
     @property
@@ -422,16 +412,7 @@ class AnswerReader:
     @property
     def n_shown(self) -> int:
         """How many of the answer's tokens lie wholly in the text before the stop string; all where none was found."""
-        if self._stops.found is None:
-            return len(self.answer.ids)
-        n_tokens = bisect_right(self._ends, self._n_shown)
-        # Marks that are not shown belong to what follows them.
-        while n_tokens and self._is_hidden(self.answer.ids[n_tokens - 1]):
-            n_tokens -= 1
-        return n_tokens
-
-    def _is_hidden(self, token_id: int) -> bool:
-        return token_id not in self._shown_marks and self._tokenizer.is_control(token_id)
+        return len(self.answer.ids) if self._stops.found is None else self._tokens.count()
 
     def _take(self, parts: list[Part]) -> list[Part]:
         for part in parts:

@@ -51,6 +51,7 @@ from knowntext import why_read_again
 from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename
 from textpool import Answer as TextAnswer
 from textpool import TextPool
+from textworker import request_of
 from tokenizer import Tokenizer, TokenizerError
 
 # Room in a body for what is no part of the prompt, and what a byte of text takes at most in JSON (as in \u0000). Bodies
@@ -683,7 +684,7 @@ class Front:
     async def _generate(self, request: Request, kind: str, make_dialect: type[Dialect]) -> Response:
         await self._learn_held()
         fields, (order, ids) = await self._text_job(request, "generate", reader=kind)
-        wanted = GenerationRequest(**fields | {"ids": array("i", ids)})
+        wanted = request_of(fields, ids)
         dialect, reader = make_dialect(wanted, self._options.model_id), AnswerReader(wanted, self._tokenizer)
         generation = self.child.generate(order.decode())
         if not wanted.stream:

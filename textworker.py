@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterable
 
 import chatapi
-from chatapi import ApiError, BadField
+from chatapi import ApiError, BadField, GenerationRequest
 from knowntext import KnownTexts, spell, unspell
 from tokenizer import Prompt, Tokenizer, TokenizerError
 
@@ -46,6 +46,13 @@ def frame(head: dict, blobs: Iterable[bytes] = ()) -> bytes:
     blobs = list(blobs)
     raw = json.dumps({"sizes": [len(blob) for blob in blobs]} | head).encode()
     return b"".join([LENGTH.pack(len(raw)), raw, *blobs])
+
+
+def request_of(fields: dict, ids: bytes) -> GenerationRequest:
+    """The request whose fields `generate` sent, and the ids of its prompt beside them."""
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(GenerationRequest)}
+    fields = {name: kinds[name](value) if isinstance(value, list) else value for name, value in fields.items()}
+    return GenerationRequest(**fields, ids=array("i", ids))
 
 
 class WorkerTokenizer(Tokenizer):
@@ -180,9 +187,10 @@ class Worker:
         """A body to a request, its order for the engine and the ids of its prompt."""
         request = READERS[head["reader"]](self._body(body), self._tokenizer, head["n_ctx"])
         order = request.order(self._tokenizer.end_ids).encode()
-        ids = array("i", request.ids).tobytes()
         fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-        return {"done": fields | {"ids": None}}, [order, ids]
+        ids = array("i", fields.pop("ids")).tobytes()
+        fields = {name: list(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
+        return {"done": fields}, [order, ids]
 
     def apply_template(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:
         return _json({"prompt": chatapi.render_chat(self._body(body), self._tokenizer)})

@@ -87,6 +87,15 @@ class Prompt(NamedTuple):
     pieces: list[str | int]
     clock: dict[str, str]
 
+    def before(self, words: str) -> "Prompt | None":
+        """The prompt up to the last place of these words; None where they are nowhere."""
+        for index in reversed(range(len(self.pieces))):
+            piece = self.pieces[index]
+            if isinstance(piece, str) and words in piece:
+                pieces = [*self.pieces[:index], piece.rpartition(words)[0]]
+                return Prompt(self.text.rpartition(words)[0], [one for one in pieces if one != ""], self.clock)
+        return None
+
 
 class Tokenizer:
     """The tokenizer of one model file."""
@@ -241,6 +250,16 @@ class Tokenizer:
         if not 0 <= token_id < self.n_vocab:
             raise TokenizerError(f"token id {token_id} is outside the vocabulary of {self.n_vocab}")
         return token_id in self._control
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The tokens that are marks and no text."""
+        return self._control
+
+    def mark_id(self, text: str) -> int | None:
+        """The control or user-defined token that is spelled so, if there is one."""
+        token_id = self._id_of.get(text)
+        return token_id if token_id is not None and self._types[token_id] != UNKNOWN else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; they may be a part of a character."""

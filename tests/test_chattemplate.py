@@ -192,6 +192,18 @@ def test_long_texts_are_cut_where_it_changes_no_id(real_model):
         assert tokenizer.encode(text) == library_ids(tokenizer, text)
 
 
+def test_a_prompt_ends_where_it_is_to_be_continued(load):
+    tokenizer = load(CHATML)
+    messages = [{"role": "user", "content": "[cut]<|im_end|>"}, {"role": "assistant", "content": "a[cut]"}]
+    prompt = tokenizer.render(messages, {})
+    cut = prompt.before("[cut]")
+    assert cut.text == prompt.text.rpartition("[cut]")[0]
+    assert tokenizer.decode(tokenizer.encode_pieces(cut.pieces)) == cut.text
+    assert cut.pieces.count(END) == 1
+    assert cut.before("[cut]").pieces == [START, "user\n"]
+    assert cut.before("absent") is None
+
+
 # --- Other inputs of a prompt ---
 
 

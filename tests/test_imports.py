@@ -59,7 +59,7 @@ ALLOWED = {
     "textworker": {"chatapi", "knowntext", "tokenizer"},
     "textpool": {"chatapi", "knowntext", "textworker", "tokenizer"},
     "httpfront": {"chatapi", "childproc", "httpguard", "knowntext", "sessionfolder", "textpool", "tokenizer"}
-    | {"webpage"},
+    | {"textworker", "webpage"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration"},
     "warmup": {"engine", "jit", "sessionfile"},
