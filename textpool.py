@@ -176,15 +176,18 @@ class TextPool:
                         return self._read_answer(*await self._answer(worker, {"task": task, **about}, body))
                 except WorkerLost as lost:
                     status = await worker.ended()
-                    # One that ended before it began, as when it was idle, has not met this job.
-                    if str(lost) or self._closed or not n_left:
+                    # One that ended before it began, as when it was idle, has not met this job; one that was dismissed
+                    # with its model did nothing wrong.
+                    if self._closed or not n_left or (str(lost) and worker in self._workers):
                         raise self._why(status, str(lost)) from None
                     self._log(f"a process that works on texts ended with status {status}; it is started again")
                 except TimeoutError:
                     worker.kill()
                     raise ApiError(500, f"the work on this text was not done after {JOB_LIMIT_S:g} s") from None
-                except asyncio.CancelledError:
-                    worker.kill()
+                except ApiError:
+                    raise
+                except BaseException:
+                    worker.kill()  # nobody knows what it would say next
                     raise
                 finally:
                     self._give_back(worker)
@@ -251,14 +254,15 @@ class TextPool:
                 return self._idle.pop(0)
             if self._closed:
                 raise ApiError(503, "the server is ending")
-            if failure := self._start_failure:
-                self._start_failure = None
+            failure, self._start_failure = self._start_failure, None
+            if failure and not self._workers:
                 raise ApiError(500, failure)
             if not self._workers and not self._starts:
                 self._start_worker()
             self._changed.clear()
+            may_start = len(self._workers) == 1 and not self._starts and not failure
             try:
-                async with asyncio.timeout(PATIENCE_S if len(self._workers) == 1 and not self._starts else None):
+                async with asyncio.timeout(PATIENCE_S if may_start else None):
                     await self._changed.wait()
             except TimeoutError:
                 self._start_worker()
@@ -277,7 +281,7 @@ class TextPool:
         self._changed.set()
 
     def _dismiss(self, worker: _Worker, n_jobs: int) -> None:
-        """End a further process that had nothing to do since its so-many-eth job."""
+        """End a further process that had nothing to do since it had done so many jobs."""
         if worker in self._idle and worker.n_jobs == n_jobs and len(self._workers) > 1:
             self._idle.remove(worker)
             self._workers.remove(worker)

@@ -1,5 +1,6 @@
 """Work on texts has a bound, and what goes beyond it takes nothing else along."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import textpool
 from runningfront import RunningFront, write_tokenizer_model
 from textworker import BODY, IDS, TEMPLATE
+from tokenizer import Tokenizer
 
 ROOT = os.path.dirname(os.path.abspath(textpool.__file__))
 HOSTILE = {
@@ -31,7 +33,7 @@ HOSTILE = {
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch):
-    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 1.0, TEMPLATE: 0.3, IDS: 3.0})
+    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 1.0, TEMPLATE: 0.5, IDS: 3.0})
 
 
 def running(folder, template=None) -> RunningFront:
@@ -181,6 +183,34 @@ def test_processes_that_cannot_be_started_are_tried_again(tmp_path, monkeypatch)
             assert answer.status_code == 500
             assert "did not start" in answer.json()["error"]["message"]
         assert front.chat("hi").status_code == 200
+
+
+def test_a_job_whose_model_is_replaced_is_done_with_the_new_one(tmp_path):
+    old = Tokenizer.load(write_tokenizer_model(tmp_path / "old.gguf", HOSTILE["an endless loop"]))
+    new = Tokenizer.load(write_tokenizer_model(tmp_path / "new.gguf", "new"))
+
+    async def replaced() -> bytes:
+        pool = textpool.TextPool(print)
+        await pool.start(old)
+        job = asyncio.create_task(pool.run("apply_template", b'{"messages":[{"role":"user","content":"x"}]}', n_ctx=99))
+        while not pool.pids or pool._idle:
+            await asyncio.sleep(0.01)
+        await pool.start(new)
+        answer = await job
+        await pool.close()
+        return answer.blobs[0]
+
+    assert asyncio.run(replaced()) == b'{"prompt":"new"}'
+
+
+def test_a_further_process_is_kept_for_a_while(tmp_path, monkeypatch):
+    monkeypatch.setattr("textpool.PATIENCE_S", 0.0)
+    monkeypatch.setattr("textpool.SPARE_S", 0.2)
+    with running(tmp_path) as front:
+        assert front.chat("hi").status_code == 200
+        texts = [front.post("/tokenize", {"content": "ab"}).json() for _ in range(3)]
+        assert texts == [{"tokens": [97, 98]}] * 3
+        front.wait_for(lambda: len(front.front.texts.pids) == 1, "the end of the second")
 
 
 def test_one_process_does_where_requests_are_short(tmp_path):
