@@ -106,17 +106,20 @@ class KnownTexts:
         length = known.ends[n_same - 1] if n_same else 0
         parts = [known.text[:length]] if n_same else []
         ends, unfinished = (known.ends[:n_same], known.open[:n_same]) if n_same else (array("q"), bytearray())
-        decoder = getincrementaldecoder("utf-8")("replace")
+        decoder, inside = getincrementaldecoder("utf-8")("replace"), 0
         for token_id in ids[n_same:]:
             raw = self._bytes_of(token_id)
             if raw is None:
-                length = _close(decoder, parts, ends, unfinished, length)
+                length, inside = _close(decoder, parts, ends, unfinished, length), 0
                 parts.append(_mark(token_id))
+            elif not inside and raw.isascii():  # the most of them, and 250,000 are many
+                parts.append(raw.decode())
             else:
                 parts.append(decoder.decode(raw))
+                inside = INSIDE if decoder.getstate()[0] else 0
             length += len(parts[-1])
             ends.append(length)
-            unfinished.append(INSIDE if decoder.getstate()[0] else 0)
+            unfinished.append(inside)
         _close(decoder, parts, ends, unfinished, length)
         return KnownText(ids, "".join(parts), ends, unfinished, whole)
 

@@ -10,6 +10,7 @@ Read next: ``textpool.py``, the other end; ``chatapi.py``, which does the work; 
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -61,7 +62,10 @@ class WorkerTokenizer(Tokenizer):
     def __init__(self, metadata: dict[str, object], begin: Callable[[str], None]):
         super().__init__(metadata)
         self._begin = begin
-        self.known = KnownTexts(lambda i: None if self.is_control(i) else self.token_bytes(i), self.may_cut)
+        self.known = KnownTexts(functools.cache(self._bytes_of), self.may_cut)
+
+    def _bytes_of(self, token_id: int) -> bytes | None:
+        return None if self.is_control(token_id) else self.token_bytes(token_id)
 
     def render(self, messages: list[dict], variables: dict, **options) -> Prompt:
         """As the tokenizer does, at the time of the conversation that the messages go on with."""
