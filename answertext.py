@@ -10,6 +10,7 @@ its text. Other marks are searched in the text.
 Read next: ``toolcalls.py``, which reads what stands in a call; ``chatapi.py``, which puts the parts into answers.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -105,6 +106,34 @@ class MarkPlaces:
         text, self._held = self._held[:length], self._held[length:]
         self._n_out += len(text)
         return text
+
+
+class ShownTokens:
+    """Counts which tokens of an answer lie wholly in what was shown of it."""
+
+    def __init__(self):
+        self._ends: list[int] = []
+        self._hidden: list[bool] = []
+        self._n_decoded = self._n_shown = 0
+
+    def add(self, text: str, *, unfinished: bool, hidden: bool) -> None:
+        """One more token: the text that it completed, whether it ends inside a character, whether it has no text."""
+        self._n_decoded += len(text)
+        # A token that ends inside a character is shown with the one that completes it.
+        self._ends.append(self._n_decoded + unfinished)
+        self._hidden.append(hidden)
+
+    def show(self, text: str) -> str:
+        """This much more is shown."""
+        self._n_shown += len(text)
+        return text
+
+    def count(self) -> int:
+        """How many tokens were wholly shown; those without text belong to what follows them."""
+        n_tokens = bisect_right(self._ends, self._n_shown)
+        while n_tokens and self._hidden[n_tokens - 1]:
+            n_tokens -= 1
+        return n_tokens
 
 
 class AnswerParser:

@@ -28,6 +28,35 @@ class BadField(ApiError):
         super().__init__(400, f"{name}: {text}", param=name)
 
 
+def parse_object(raw: bytes, *, unique: bool = False) -> dict:
+    """A JSON object; raises ApiError for anything else, however deep or strange."""
+
+    def pairs_to_dict(pairs: list[tuple[str, object]]) -> dict:
+        values = dict(pairs)
+        if unique and len(values) < len(pairs):
+            raise ValueError("a key is given twice")
+        return values
+
+    def refuse(word: str):
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=pairs_to_dict, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    return value
+
+
+def json_bytes(content) -> bytes:
+    """JSON as it is on the wire: UTF-8, with whatever cannot be written so replaced, and each object on one line."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    # Plain in JSON, but many readers of lines end one there; JSON itself escapes the others that they know.
+    text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return text.encode("utf-8", "replace")
+
+
 def optional(body: dict, name: str, kind: type, default):
     """The value of a field; null is as good as absent."""
     value = body.get(name)

@@ -11,16 +11,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from answertext import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, StopStrings
+from answertext import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, ShownTokens, StopStrings
 from bodyfields import ApiError, BadField, optional, shown
 from chatmessages import Chat, Tools, read_chat_body, read_tools
-from childproc import Done, PromptProgress
+from childproc import Done, PromptProgress, Source
 from samplingfields import model_defaults, read_limit, read_sampling, read_stops, refuse_unsupported
-from tokenizer import Tokenizer, TokenizerError
+from tokenizer import Prompt, Tokenizer, TokenizerError
 from toolcalls import ToolCall, bare_form, schemas_of
 
 # Cells that the engine keeps free behind prompt and answer.
 SPARE_CELLS = 8
+# Prompts of up to so many contexts are counted exactly when they are refused.
+FAR_TOO_LONG = 2
 
 
 # --- Reading a body ---
@@ -76,10 +78,10 @@ class GenerationRequest:
 def read_chat(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest:
     """A chat completion request; raises ApiError."""
     chat, tools = read_chat_body(body, tokenizer.chat_template or ""), read_tools(body)
-    text = _rendered(chat, body, tokenizer)
-    request = _read_generation(body, _encode(tokenizer, text), tokenizer, n_ctx)
+    prompt = _rendered(chat, body, tokenizer)
+    request = _read_generation(body, _prompt_ids(tokenizer, prompt.pieces, n_ctx), tokenizer, n_ctx)
     request.reasoning = body.get("reasoning_format") != "none"
-    request.thinking = request.reasoning and (chat.thinking or text.rstrip().endswith(THINK))
+    request.thinking = request.reasoning and (chat.thinking or prompt.text.rstrip().endswith(THINK))
     request.continued = bool(chat.mark)
     request.notices, request.described = chat.notices, bool(chat.notices)
     _set_tools(request, tools, tokenizer)
@@ -104,7 +106,7 @@ def read_completion(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationR
     ids: list[int] = []
     for piece in prompt:
         if isinstance(piece, str):
-            ids += _encode(tokenizer, piece, bos=not ids)
+            ids += _encode(tokenizer, piece, n_ctx, bos=not ids)
         else:
             ids += check_ids("prompt", [piece], tokenizer)
     return _read_generation(body, ids, tokenizer, n_ctx)
@@ -112,19 +114,20 @@ def read_completion(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationR
 
 def render_chat(body: dict, tokenizer: Tokenizer) -> str:
     """The messages of a body as the model's own template writes them; raises ApiError."""
-    return _rendered(read_chat_body(body, tokenizer.chat_template or ""), body, tokenizer)
+    return _rendered(read_chat_body(body, tokenizer.chat_template or ""), body, tokenizer).text
 
 
-def _rendered(chat: Chat, body: dict, tokenizer: Tokenizer) -> str:
+def _rendered(chat: Chat, body: dict, tokenizer: Tokenizer) -> Prompt:
     variables = optional(body, "chat_template_kwargs", dict, {})
     if reserved := variables.keys() & {"messages", "tools", "add_generation_prompt"}:
         raise BadField("chat_template_kwargs", f"{min(reserved)!r} has a field of its own in the body")
     for name, kind in (("reasoning_effort", str), ("enable_thinking", bool)):
         if (value := optional(body, name, kind, None)) is not None:
             variables = {name: value} | variables
-    variables = variables | {"add_generation_prompt": chat.begins}
+    options = {"tools": chat.tools, "add_generation_prompt": chat.begins}
     try:
-        return chat.text(tokenizer.render_chat(chat.messages, tools=chat.tools, **variables))
+        # Marks that the model writes itself are marks again when its words come back.
+        return chat.cut(tokenizer.render(chat.messages, variables, **options, kept=MARKS))
     except TokenizerError as error:
         raise ApiError(400, str(error)) from error
 
@@ -140,11 +143,24 @@ def check_ids(name: str, ids: object, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _encode(tokenizer: Tokenizer, text: str, *, bos: bool = True) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str, n_ctx: int, *, bos: bool = True) -> list[int]:
     try:
-        return tokenizer.encode(text, special=True, bos=bos)
+        pieces = tokenizer.pieces(text)
     except TokenizerError as error:
         raise ApiError(400, str(error)) from error
+    return _prompt_ids(tokenizer, tokenizer.with_bos(pieces) if bos else pieces, n_ctx)
+
+
+def _prompt_ids(tokenizer: Tokenizer, pieces: list[str | int], n_ctx: int) -> list[int]:
+    """The ids of a prompt; one that cannot fit the context is refused before the work that its length would make."""
+    n_bytes = sum(len(piece.encode()) if isinstance(piece, str) else 1 for piece in pieces)
+    n_least = -(-n_bytes // tokenizer.longest_token_bytes)
+    if n_least <= n_ctx:
+        ids = tokenizer.prompt_ids(pieces, most=FAR_TOO_LONG * n_ctx)
+        if len(ids) <= FAR_TOO_LONG * n_ctx:
+            return ids
+        n_least = len(ids)
+    raise exceeds_context(n_least, n_ctx, at_least=True)
 
 
 def _read_generation(body: dict, ids: list[int], tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest:
@@ -171,17 +187,16 @@ def _read_generation(body: dict, ids: list[int], tokenizer: Tokenizer, n_ctx: in
     )
 
 
-def exceeds_context(n_prompt: int | None, n_ctx: int) -> ApiError:
-    """The refusal of a prompt that is too long, of as many tokens or (None) of too many to be counted."""
-    what = "the prompt" if n_prompt is None else f"the prompt of {n_prompt} tokens"
-    counted = {} if n_prompt is None else {"n_prompt_tokens": n_prompt}
+def exceeds_context(n_prompt: int, n_ctx: int, *, at_least: bool = False) -> ApiError:
+    """The refusal of a prompt of so many tokens; ``at_least``: it was too long to be counted."""
     return ApiError(
         400,
         # Clients look for the words "exceeds the available context size".
-        f"{what} exceeds the available context size: it does not fit the context of {n_ctx}, of which {SPARE_CELLS} and"
-        " one token of the answer must stay free; shorten it, or start the engine with a larger --max-context",
+        f"the prompt of {'at least ' * at_least}{n_prompt} tokens exceeds the available context size: it does not fit"
+        f" the context of {n_ctx}, of which {SPARE_CELLS} and one token of the answer must stay free; shorten it, or"
+        " start the engine with a larger --max-context",
         "exceed_context_size_error",
-        **counted,
+        n_prompt_tokens=n_prompt,
         n_ctx=n_ctx,
     )
 
@@ -199,6 +214,7 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     stop_word: str | None = None
     done: Done | None = None
+    source: Source | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -212,7 +228,7 @@ class AnswerReader:
     """Tokens to parts: decoded, cut at stop strings, sorted into content, reasoning and tool calls."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer):
-        self._request, self._decoder = request, tokenizer.stream()
+        self._request, self._tokenizer, self._decoder = request, tokenizer, tokenizer.stream()
         in_text = CALL_MARKS if request.described else ()
         self._marks = {tokenizer.mark_id(mark): mark for mark in MARKS if mark not in in_text}
         self._marks.pop(None, None)
@@ -222,16 +238,23 @@ class AnswerReader:
         self._stops, self._places = StopStrings(request.stops), MarkPlaces()
         self._parser = request.parser(set(self._marks.values()))
         self._calls_ended = False
+        self._tokens = ShownTokens()
         self.answer = Answer()
 
     def push(self, token_id: int) -> list[Part]:
         """The parts that one more token completes; none once a stop string was found."""
         self.answer.ids.append(token_id)
         if token_id in self._request.stop_ids:
+            self._tokens.add("", unfinished=False, hidden=True)
             return []
         if token_id in self._marks:
-            return self._read(self._decoder.flush()) + self._read(self._marks[token_id], is_mark=True)
-        return self._read(self._decoder.push(token_id, special=token_id in self._shown))
+            flushed, mark = self._decoder.flush(), self._marks[token_id]
+            self._tokens.add(flushed + mark, unfinished=False, hidden=False)
+            return self._read(flushed) + self._read(mark, is_mark=True)
+        text = self._decoder.push(token_id, special=token_id in self._shown)
+        hidden = token_id not in self._shown and self._tokenizer.is_control(token_id)
+        self._tokens.add(text, unfinished=self._decoder.unfinished, hidden=hidden)
+        return self._read(text)
 
     def finish(self, done: Done) -> list[Part]:
         """The parts that were held back."""
@@ -247,9 +270,14 @@ class AnswerReader:
         self.answer.stop_word = self._stops.found
         return self._stops.found is not None or self._calls_ended
 
+    @property
+    def n_shown(self) -> int:
+        """How many of the answer's tokens lie wholly in the text before the stop string; all where none was found."""
+        return len(self.answer.ids) if self._stops.found is None else self._tokens.count()
+
     def _read(self, text: str, *, is_mark: bool = False) -> list[Part]:
         self._places.add(text, is_mark=is_mark)
-        return self._parse(self._stops.push(text))
+        return self._parse(self._tokens.show(self._stops.push(text)))
 
     def _parse(self, text: str) -> list[Part]:
         pieces = self._places.take(text)
@@ -274,7 +302,7 @@ class AnswerReader:
 # --- What all dialects tell about an answer ---
 
 
-def timings(done: Done) -> dict:
+def timings(done: Done, source: Source | None = None) -> dict:
     """The times of a request with the names of llama.cpp; ``prompt_n`` is what was really read."""
     result = {
         "cache_n": done.n_reused,
@@ -287,6 +315,8 @@ def timings(done: Done) -> dict:
         "predicted_per_token_ms": _ratio(done.decode_ms, done.n_generated),
         "predicted_per_second": _ratio(1000 * done.n_generated, done.decode_ms),
     }
+    if source:
+        result |= {"cache_source": source.source, "diverged_at": source.diverged_at}
     if done.n_drafts_offered:
         result |= {"draft_n": done.n_drafts_offered, "draft_n_accepted": done.n_drafts_accepted}
     return result
@@ -330,7 +360,7 @@ class ChatDialect:
         elif answer.calls:
             message["tool_calls"] = [_call(call) for call in answer.calls]
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason(answer)}
-        numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+        numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
         return {**self._head, "object": "chat.completion", "choices": [choice], **numbers}
 
     def first(self) -> list[dict]:
@@ -348,9 +378,9 @@ class ChatDialect:
         return self._event({"reasoning_content" if part.kind == "reasoning" else "content": part.text})
 
     def last(self, answer: Answer) -> list[dict]:
-        events = [self._event({}, self._reason(answer), timings=timings(answer.done))]
+        events = [self._event({}, self._reason(answer), timings=timings(answer.done, answer.source))]
         if self._request.with_usage:
-            numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+            numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
             events.append({**self._head, "object": "chat.completion.chunk", "choices": [], **numbers})
         return events
 
@@ -382,7 +412,7 @@ class TextDialect:
         self._head = {**head, "model": model}
 
     def whole(self, answer: Answer) -> dict:
-        numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+        numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
         return self._event(answer.content, answer.finish_reason, **numbers)
 
     def first(self) -> list[dict]:
@@ -395,9 +425,9 @@ class TextDialect:
         return self._event(part.text)
 
     def last(self, answer: Answer) -> list[dict]:
-        events = [self._event("", answer.finish_reason, timings=timings(answer.done))]
+        events = [self._event("", answer.finish_reason, timings=timings(answer.done, answer.source))]
         if self._request.with_usage:
-            numbers = {"usage": usage(answer.done), "timings": timings(answer.done)}
+            numbers = {"usage": usage(answer.done), "timings": timings(answer.done, answer.source)}
             events.append({**self._head, "choices": [], **numbers})
         return events
 
@@ -448,7 +478,7 @@ class NativeDialect:
             "tokens_cached": done.n_reused,
             "truncated": False,
             "generation_settings": {"n_predict": self._request.max_new, **self._request.sampling},
-            "timings": timings(done),
+            "timings": timings(done, answer.source),
         }
 
 

@@ -40,12 +40,12 @@ class Chat(NamedTuple):
     thinking: bool = False  # in its thinking
     notices: tuple[str, ...] = ()
 
-    def text(self, rendered: str) -> str:
-        """The prompt, from the text that the template made; raises BadField."""
+    def cut(self, rendered):
+        """The tokenizer's Prompt up to where it is to be continued; raises BadField."""
         if not self.mark:
             return rendered
-        before, found, _ = rendered.rpartition(self.mark)
-        if not found:
+        before = rendered.before(self.mark)
+        if before is None:
             last = len(self.messages) - 1
             raise BadField(f"messages[{last}]", "the chat template of this model does not show what is to be continued")
         return before

@@ -13,7 +13,8 @@ import ipaddress
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
@@ -25,7 +26,8 @@ from starlette.routing import Route
 
 import chatapi
 import webpage
-from chatapi import AnswerReader, ApiError, ChatDialect, Dialect, GenerationRequest, NativeDialect, TextDialect
+from bodyfields import ApiError, json_bytes
+from chatapi import AnswerReader, ChatDialect, Dialect, GenerationRequest, NativeDialect, TextDialect
 from childproc import (
     Busy,
     ChildError,
@@ -45,17 +47,22 @@ from childproc import (
     Resume,
     SessionDone,
     SessionRefused,
+    Source,
     Token,
 )
 from httpconversation import conversation
-from httpguard import Access, Guard, Json, OptionRefused, error_body, error_response, json_bytes, read_object
+from httpguard import Access, Guard, Json, OptionRefused, error_body, error_response, read_body, read_object
 from httpmodel import FileState, file_state, read_text
 from httpoptions import FrontOptions
 from httpserver import FrontError, FrontServer, Terminal, listen
 from httpsignals import Patience, heard_by_thread
 from httpstatus import metrics_text, slot
+from knowntext import why_read_again
 from printable import one_line
 from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename, names_at_exit
+from textpool import Answer as TextAnswer
+from textpool import TextPool
+from textworker import request_of
 from tokenizer import Tokenizer, TokenizerError
 
 __all__ = [
@@ -70,8 +77,11 @@ __all__ = [
     "serve",
 ]
 
-# A million token ids in JSON are 8 MB; texts of that length are smaller.
-BODY_LIMIT_BYTES = 32 << 20
+# Room in a body for what is no part of the prompt, and what a byte of text takes at most in JSON (as in \u0000). Bodies
+# lie in memory, so there is an end to them, however much text the context could hold.
+BODY_ROOM_BYTES = 1 << 20
+JSON_BYTES_A_BYTE = 6
+MAX_BODY_BYTES = 64 << 20
 SLOT_BODY_LIMIT_BYTES = 64 << 10
 # Clients and proxies drop a stream that is silent for 15 s to 300 s.
 KEEP_ALIVE_S = 10.0
@@ -208,6 +218,20 @@ async def _stopped_on_hang_up(receive, generation: Generation) -> AsyncIterator[
         generation.stop()
 
 
+async def _unless_hung_up(request: Request, work: Coroutine):
+    """What ``work`` comes to; it is given up when the client hangs up meanwhile."""
+    job = asyncio.create_task(work)
+    try:
+        async with _told_of_hang_up(request.receive, job.cancel) as watcher:
+            return await job
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        job.cancel()
+
+
 class EventStream(Response):
     """A stream of server-sent events; stops the generation when the client hangs up."""
 
@@ -221,8 +245,9 @@ class EventStream(Response):
 
     async def __call__(self, scope, receive, send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with _stopped_on_hang_up(receive, self._generation) as watcher:
-            async for block in self._blocks:
+        stopping = _stopped_on_hang_up(receive, self._generation)
+        async with stopping as watcher, contextlib.aclosing(self._blocks) as blocks:
+            async for block in blocks:
                 await send({"type": "http.response.body", "body": block, "more_body": True})
                 # A child that is ahead of us would keep the loop here, deaf to hang-ups and to everyone else.
                 await asyncio.sleep(0)
@@ -263,6 +288,9 @@ class Front:
             loaded=self._follow_model,
         )
         self._folder = SessionFolder(options.slot_save_path) if options.slot_save_path else None
+        self.texts = TextPool(terminal.log)
+        self._restored = False
+        self._learning: asyncio.Task | None = None
         self.app = self._make_app()
 
     def _make_app(self) -> Starlette:
@@ -308,8 +336,6 @@ class Front:
         """Load the tokenizer and the engine, restore if asked; raises TokenizerError or ChildError."""
         await self._sweep()
         await asyncio.gather(self._read_text(), self.child.load())
-        for line in chatapi.model_defaults(self._tokenizer.sampling)[1]:
-            self._terminal.log(line)
         if self._options.restore_at_start:
             await self._restore_at_start(self._options.restore_at_start)
         self._ready = True
@@ -321,9 +347,13 @@ class Front:
             if self._tokenizer and await asyncio.to_thread(file_state, path) == self._model_file:
                 return
             try:
-                self._tokenizer, self._model_file = await asyncio.to_thread(read_text, path)
+                tokenizer, file = await asyncio.to_thread(read_text, path)
             except TokenizerError as error:
                 raise EngineGone(one_line(str(error))) from error
+            for line in [*tokenizer.guesses, *chatapi.model_defaults(tokenizer.sampling)[1]]:
+                self._terminal.log(line)
+            await self.texts.start(tokenizer)
+            self._tokenizer, self._model_file = tokenizer, file
 
     async def _follow_model(self, loaded: FileState | None) -> None:
         """An engine has loaded this state of the file: texts are read and written with what belongs to it."""
@@ -375,6 +405,7 @@ class Front:
         await self._closing
 
     async def _close(self) -> None:
+        self.texts.kill()
         try:
             async with asyncio.timeout(EXIT_GRACE_S):
                 await self.child.close(self._save_at_exit if self._options.save_at_exit else None)
@@ -383,6 +414,7 @@ class Front:
             self._terminal.log(f"the engine was not done after {EXIT_GRACE_S:g} s and was ended")
         except ChildError as error:
             self._terminal.log(f"not saved at exit: {error}")
+        await self.texts.close()
 
     async def _save_at_exit(self) -> None:
         """Save to the first name whose file the conversation continues, or that is free."""
@@ -546,6 +578,7 @@ class Front:
         except SessionRefused as error:
             raise refusal() or error from error
         self._say_done(action, name, done)
+        self._restored |= action == "restore"
         # What the engine wrote or took bears its fingerprints, in case that it does not tell them itself.
         self._identity = await asyncio.to_thread(self._folder.identity_of, name) or self._identity
         return done
@@ -568,39 +601,22 @@ class Front:
     # Text.
 
     async def tokenize(self, request: Request) -> Response:
-        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
-        text = body.get("content", "")
-        if not isinstance(text, str):
-            raise chatapi.BadField("content", "expected a text")
-        special, bos = body.get("parse_special", True) is True, body.get("add_special", False) is True
-        pieces = body.get("with_pieces") is True
-
-        def work() -> list:
-            ids = tokenizer.encode(text, special=special, bos=bos)
-            return [{"id": one, "piece": tokenizer.decode([one])} for one in ids] if pieces else ids
-
-        return Json({"tokens": await self._in_thread(work)})
+        return await self._text_answer(request, "tokenize")
 
     async def detokenize(self, request: Request) -> Response:
-        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
-
-        def work() -> str:
-            return tokenizer.decode(chatapi.check_ids("tokens", body.get("tokens", []), tokenizer))
-
-        return Json({"content": await self._in_thread(work)})
+        return await self._text_answer(request, "detokenize")
 
     async def apply_template(self, request: Request) -> Response:
-        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
-        return Json({"prompt": await self._in_thread(lambda: chatapi.render_chat(body, tokenizer))})
+        return await self._text_answer(request, "apply_template")
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, chatapi.read_chat, ChatDialect)
+        return await self._generate(request, "chat", ChatDialect)
 
     async def text_completion(self, request: Request) -> Response:
-        return await self._generate(request, chatapi.read_completion, TextDialect)
+        return await self._generate(request, "completion", TextDialect)
 
     async def native_completion(self, request: Request) -> Response:
-        return await self._generate(request, chatapi.read_completion, NativeDialect)
+        return await self._generate(request, "completion", NativeDialect)
 
     def _ready_tokenizer(self) -> Tokenizer:
         """The tokenizer of a server that has come up; later loads of the engine are waited for in the queue."""
@@ -608,21 +624,30 @@ class Front:
             raise _too_early("the model is loading")
         return self._tokenizer
 
-    async def _in_thread(self, work: Callable):
-        """Long texts take seconds, and other requests are to be answered meanwhile."""
-        try:
-            return await asyncio.to_thread(work)
-        except TokenizerError as error:
-            raise ApiError(400, str(error)) from error
+    async def _text_job(self, request: Request, task: str, **about) -> TextAnswer:
+        """Have a body worked on where that can be ended: it may be long, and a template may not come to an end."""
+        n_ctx, longest = self.child.n_ctx, self._ready_tokenizer().longest_token_bytes
+        limit = min(JSON_BYTES_A_BYTE * n_ctx * longest + BODY_ROOM_BYTES, MAX_BODY_BYTES)
+        body = await read_body(request, limit)
+        return await _unless_hung_up(request, self.texts.run(task, body, n_ctx=n_ctx, **about))
 
-    async def _generate(self, request: Request, read: chatapi.ReadBody, make_dialect: type[Dialect]) -> Response:
-        body, tokenizer = await read_object(request, BODY_LIMIT_BYTES), self._ready_tokenizer()
-        wanted, order = await self._in_thread(lambda: _to_order(read, body, tokenizer, self.child.n_ctx))
+    async def _text_answer(self, request: Request, task: str) -> Response:
+        answer = await self._text_job(request, task)
+        return Response(answer.blobs[0], media_type="application/json")
+
+    async def _generate(self, request: Request, kind: str, make_dialect: type[Dialect]) -> Response:
+        await self._learn_held()
+        tokenizer = self._ready_tokenizer()
+        fields, (order, ids) = await self._text_job(request, "generate", reader=kind)
+        wanted = request_of(fields, ids)
         dialect, reader = make_dialect(wanted, self._options.model_id), AnswerReader(wanted, tokenizer)
-        generation, headers = self.child.generate(order, self._file_of(tokenizer)), self._notice(wanted)
+        generation, headers = self.child.generate(order.decode(), self._file_of(tokenizer)), self._notice(wanted)
         if not wanted.stream:
             async with _stopped_on_hang_up(request.receive, generation):
-                return Json(dialect.whole(await _whole_answer(generation, reader)), headers=headers)
+                try:
+                    return Json(dialect.whole(await _whole_answer(generation, reader)), headers=headers)
+                finally:
+                    self._remember(wanted, reader)
         try:
             # What goes wrong at once still gets a status of its own; after that the stream has begun.
             async with _told_of_hang_up(request.receive, generation.stop):
@@ -630,7 +655,8 @@ class Front:
         except BaseException:
             generation.stop()
             raise
-        return EventStream(_blocks(generation, first, wanted, dialect, reader), generation, headers)
+        blocks = _blocks(generation, first, wanted, dialect, reader)
+        return EventStream(self._remembered(blocks, wanted, reader), generation, headers)
 
     def _notice(self, wanted: GenerationRequest) -> dict[str, str]:
         """The header that says what is done otherwise than asked; the log has it once."""
@@ -639,10 +665,43 @@ class Front:
         self._said.update(wanted.notices)
         return {"X-Strata-Notice": "; ".join(wanted.notices)} if wanted.notices else {}
 
+    async def _remembered(
+        self, blocks: AsyncIterator[bytes], wanted: GenerationRequest, reader: AnswerReader
+    ) -> AsyncIterator[bytes]:
+        try:
+            async for block in blocks:
+                yield block
+        finally:
+            self._remember(wanted, reader)
 
-def _to_order(read: chatapi.ReadBody, body: dict, tokenizer: Tokenizer, n_ctx: int) -> tuple[GenerationRequest, str]:
-    wanted = read(body, tokenizer, n_ctx)
-    return wanted, wanted.order(tokenizer.end_ids)
+    def _remember(self, wanted: GenerationRequest, reader: AnswerReader) -> None:
+        """Keep the ids that now stand for prompt and answer, and say why a prompt had to be read again."""
+        answer = reader.answer
+        if answer.source:
+            known = [ids for _, ids, _ in self.texts.conversations]
+            if line := why_read_again(answer.source, wanted.ids, known, self._tokenizer.decode):
+                self._terminal.log(line)
+        shown = answer.ids[: reader.n_shown]
+        self.texts.learn(wanted.ids + array("i", shown), whole=bool(shown))
+
+    async def _learn_held(self) -> None:
+        """After a restore, ask once for the tokens that the engine holds: their text is known from them."""
+        if self._restored:
+            self._restored = False
+            self._learning = asyncio.create_task(self._ask_held())
+        if self._learning:
+            await asyncio.shield(self._learning)
+
+    async def _ask_held(self) -> None:
+        try:
+            ids = await self.child.held_tokens()
+        except ChildError as error:
+            self._terminal.log(f"the text of the restored conversation is not known: {error}")
+            return
+        if max(ids, default=0) < self._tokenizer.n_vocab:
+            self.texts.learn(array("i", ids))
+        else:
+            self._terminal.log("the text of the restored conversation is not known: its ids are not of this vocabulary")
 
 
 async def _whole_answer(generation: Generation, reader: AnswerReader) -> chatapi.Answer:
@@ -650,6 +709,8 @@ async def _whole_answer(generation: Generation, reader: AnswerReader) -> chatapi
         event = await generation.next_event()
         if isinstance(event, Token):
             _push(event, generation, reader)
+        elif isinstance(event, Source):
+            reader.answer.source = event
         elif isinstance(event, Done):
             _finish(event, reader)
             return reader.answer
@@ -661,7 +722,7 @@ def _push(event: Token, generation: Generation, reader: AnswerReader) -> list[ch
     except TokenizerError as error:
         raise ApiError(500, f"the engine gave a token that has no text: {error}") from error
     if reader.stopped:
-        generation.stop()
+        generation.stop(keep=reader.n_shown)
     return parts
 
 
@@ -698,6 +759,8 @@ async def _stream_events(
         if isinstance(event, Resume):
             n_reused = event.n_reused
             contents = dialect.first()
+        elif isinstance(event, Source):
+            reader.answer.source = event
         elif isinstance(event, PromptProgress) and wanted.with_progress:
             contents = dialect.progress(event, n_reused, 1000 * (time.monotonic() - begun))
         elif isinstance(event, Token):

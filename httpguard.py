@@ -8,7 +8,6 @@ Read next: ``httpfront.py``, the routes behind this.
 
 import hmac
 import ipaddress
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chatapi import ApiError
+from bodyfields import ApiError, json_bytes, parse_object
 from printable import one_line
 
 OPEN_PATHS = ("/", "/health", "/v1/health")
@@ -212,13 +211,6 @@ class Json(JSONResponse):
         return json_bytes(content)
 
 
-def json_bytes(content) -> bytes:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    # Plain in JSON, but many readers of lines end one there; JSON itself escapes the others that they know.
-    text = text.replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return text.encode("utf-8", "replace")
-
-
 def error_response(error: ApiError) -> Response:
     return Json(error_body(error), error.status, retry_headers(error))
 
@@ -235,7 +227,12 @@ def retry_headers(error: ApiError) -> dict[str, str]:
 
 
 async def read_object(request: Request, limit_bytes: int, *, unique: bool = False) -> dict:
-    """The JSON object in a body; ``unique`` refuses a key that is given twice. Raises ApiError."""
+    """The JSON object in a small body; ``unique`` refuses a key that is given twice. Raises ApiError."""
+    return parse_object(await read_body(request, limit_bytes), unique=unique)
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The bytes of a body; raises ApiError."""
     too_large = ApiError(413, f"the body is larger than {limit_bytes} bytes")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit_bytes:
@@ -245,25 +242,4 @@ async def read_object(request: Request, limit_bytes: int, *, unique: bool = Fals
         raw += chunk
         if len(raw) > limit_bytes:
             raise too_large
-    return parse_object(bytes(raw), unique=unique)
-
-
-def parse_object(raw: bytes, *, unique: bool = False) -> dict:
-    """A JSON object; raises ApiError for anything else, however deep or strange."""
-
-    def pairs_to_dict(pairs: list[tuple[str, object]]) -> dict:
-        values = dict(pairs)
-        if unique and len(values) < len(pairs):
-            raise ValueError("a key is given twice")
-        return values
-
-    def refuse(word: str):
-        raise ValueError(f"{word} is not JSON")
-
-    try:
-        value = json.loads(raw.decode(), object_pairs_hook=pairs_to_dict, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    return value
+    return bytes(raw)

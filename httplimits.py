@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from chatapi import ApiError
-from httpguard import error_body, json_bytes, retry_headers
+from bodyfields import ApiError, json_bytes
+from httpguard import error_body, retry_headers
 
 # Descriptors for the engine's pipes, files, threads of the resolver, and connections that are on their way in or out.
 SPARE_DESCRIPTORS = 192

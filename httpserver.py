@@ -103,6 +103,7 @@ class FrontServer(uvicorn.Server):
     def end(self) -> None:
         """End in order; a second call ends at once."""
         if self._ending:
+            self._front.texts.kill()
             self._front.child.kill()
             self.force_exit = True
         else:

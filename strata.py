@@ -520,6 +520,8 @@ def run_tokenize(args: argparse.Namespace) -> int:
 
     try:
         model = tokenizer.Tokenizer.load(_model_path(args.model))
+        for line in model.guesses:
+            _log(f"strata: {line}")
         if args.chat:
             ids = model.encode_chat([{"role": "user", "content": text.removesuffix("\n").removesuffix("\r")}])
         else:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import chatapi
-from chatapi import ApiError
+from bodyfields import ApiError
 from childproc import Done
 from runningfront import TEMPLATE, write_tokenizer_model
 from tokenizer import Tokenizer

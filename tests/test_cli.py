@@ -280,6 +280,13 @@ def test_input_that_is_not_utf8_is_refused(run, model):
     assert b"standard input is not UTF-8: byte 0xff at offset 2" in message
 
 
+def test_what_a_model_file_leaves_open_is_told_beside_the_ids(run, tmp_path):
+    path = write_model(tmp_path / "open.gguf", template=None)
+    code, out, message = run(b"hi", "tokenize", "--model", path)
+    assert (code, out) == (0, b"104 105\n")
+    assert message == b"strata: the model file has no chat template: chats are refused, plain prompts are not\n"
+
+
 @pytest.mark.parametrize("command", [["tokenize"], ["detokenize"], ["tokenize", "--chat"], ["demo"]])
 def test_a_file_without_a_tokenizer_is_refused_in_one_line(run, tmp_path, command):
     path = write_model(tmp_path / "bare.gguf", model="none")

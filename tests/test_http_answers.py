@@ -8,7 +8,8 @@ import pytest
 import chatapi
 import scripted_child
 from answertext import AnswerParser, Part, StopStrings
-from chatapi import AnswerReader, ApiError, GenerationRequest
+from bodyfields import ApiError
+from chatapi import AnswerReader, GenerationRequest
 from childproc import Done, parse_generation_line
 from runningfront import write_tokenizer_model
 from tokenizer import Tokenizer

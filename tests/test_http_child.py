@@ -643,6 +643,7 @@ def test_a_stream_whose_client_hangs_up_is_stopped(front):
 
 
 def test_an_answer_whose_client_hangs_up_is_stopped(front):
+    front.chat()
     front.script("GEN", "@accept", "@mark begun", "@text abc", "@wait-stop", "@done")
     with httpx.Client(base_url=front.url) as client, front.meanwhile(lambda: hang_up(client, front)):
         front.wait_mark("begun")
@@ -791,7 +792,7 @@ def test_a_stop_string_stops_the_child(front):
     front.script("GEN", "@accept", "@text one STOP ", "@wait-stop", "@text never", "@done")
     body = front.post("/completion", {"prompt": "x", "stop": ["OP"]}).json()
     assert (body["content"], body["stop_type"], body["stopping_word"]) == ("one ST", "word", "OP")
-    assert front.verbs()[-1] == "STOP"
+    assert front.verbs()[-1] == "STOP 6"
 
 
 # --- A crowd ---

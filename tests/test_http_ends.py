@@ -303,7 +303,7 @@ def test_a_save_at_the_end_that_fails_otherwise_tries_no_other_name(make):
 
 
 HANGS = """
-import pathlib, time, tokenizer
+import pathlib, time, sessionfolder
 def hang(*args, **options):
     pathlib.Path({mark!r}).touch()
     while True:
@@ -316,7 +316,7 @@ async def hang_loop(*args):
 @pytest.mark.parametrize(
     ("hung", "method", "path"),
     [
-        ("tokenizer.Tokenizer.encode = hang", "POST", "/tokenize"),
+        ("sessionfolder.SessionFolder.listing = hang", "GET", "/sessions"),
         ("httpfront.Front.models = hang_loop", "GET", "/v1/models"),
     ],
     ids=["a thread", "the loop"],

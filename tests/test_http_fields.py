@@ -7,8 +7,7 @@ import pytest
 
 import chatapi
 import samplingfields
-from chatapi import ApiError
-from httpguard import json_bytes, parse_object
+from bodyfields import ApiError, json_bytes, parse_object
 from runningfront import TEMPLATE, RunningFront, events, write_tokenizer_model
 from serveloop import parse_gen
 from tokenizer import Tokenizer
@@ -87,9 +86,9 @@ def test_a_prompt_that_is_too_long_says_so_in_the_words_that_clients_look_for(fr
     assert "exceeds the available context size" in error["message"]
     assert "does not fit the context of 4096" in error["message"]
     assert (error["type"], error["n_ctx"]) == ("exceed_context_size_error", 4096)
-    uncounted = chatapi.exceeds_context(None, 4096).body["error"]
-    assert "exceeds the available context size" in uncounted["message"]
-    assert (uncounted["n_ctx"], "n_prompt_tokens" in uncounted) == (4096, False)
+    uncounted = chatapi.exceeds_context(9000, 4096, at_least=True).body["error"]
+    assert "at least 9000 tokens exceeds the available context size" in uncounted["message"]
+    assert (uncounted["n_ctx"], uncounted["n_prompt_tokens"]) == (4096, 9000)
 
 
 # --- Sampling ---

@@ -159,6 +159,7 @@ def test_save_restore_and_delete(front, page):
     # The scripted child's file is none that the list would show; one with the real layout stands in for it.
     front.slot("save", "kept.bin")
     ids = (front.folder / "saved" / "kept.bin").read_bytes()
+    saved.unlink()
     write_session(saved, 1234)
     page.browser.refresh()
     page.wait_text("li .facts", "1234 tokens")

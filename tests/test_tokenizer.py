@@ -208,6 +208,8 @@ def test_metadata_that_cannot_be_used_is_named(load, metadata, message):
 
 GOOD = {"ggml.tokens": TOKENS, "ggml.token_type": TYPES, "ggml.merges": MERGES, "ggml.eos_token_id": IM_END}
 
+FULL = GOOD | {"ggml.pre": "gpt-2", "chat_template": CHATML}
+
 
 @pytest.mark.parametrize(
     ("key", "value", "message"),
@@ -244,6 +246,43 @@ def test_bytes_alone_need_no_merges(load):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(TokenizerError, match=r"absent\.gguf: No such file"):
         Tokenizer.load(str(tmp_path / "absent.gguf"))
+
+
+# --- What a file leaves open ---
+
+
+@pytest.mark.parametrize(
+    ("absent", "extra", "words"),
+    [
+        (["ggml.pre"], {}, ["no tokenizer.ggml.pre", "'default'"]),
+        (["ggml.token_type"], {}, ["no tokenizer.ggml.token_type", "control tokens: '<|im_start|>', '<|im_end|>'"]),
+        (["ggml.eos_token_id"], {}, ["names no token that ends an answer: it ends at '<|im_end|>'"]),
+        (["chat_template"], {}, ["no chat template"]),
+        ([], {"ggml.pre": "llama-bpe", "ggml.bos_token_id": 3}, ["no tokenizer.ggml.add_bos_token"]),
+        ([], {"ggml.add_bos_token": True}, ["asks for a start token and names none"]),
+        ([], {"chat_template.tool_use": "x"}, ["further chat templates, which are not used: tool_use"]),
+        ([], {"ggml.add_eos_token": True}, ["asks for an end token"]),
+        ([], {}, []),
+    ],
+)
+def test_what_a_file_leaves_open_is_told(absent, extra, words):
+    metadata = {key: value for key, value in (FULL | extra).items() if key not in absent}
+    guesses = Tokenizer(metadata).guesses
+    assert len(guesses) == len(words[:1]) + (absent == ["ggml.token_type"])
+    assert all(word in "\n".join(guesses) for word in words)
+
+
+def test_a_file_that_names_no_end_of_answers_says_so():
+    tokens = [token.replace("<|im_end|>", "<|x|>") for token in TOKENS]
+    metadata = {key: value for key, value in FULL.items() if key != "ggml.eos_token_id"}
+    guesses = Tokenizer(metadata | {"ggml.tokens": tokens}).guesses
+    assert guesses == ["the model file names no token that ends an answer: answers end at their limit only"]
+
+
+def test_marks_that_a_file_has_as_words_are_marks():
+    tokenizer = Tokenizer({key: value for key, value in FULL.items() if key != "ggml.token_type"})
+    assert tokenizer.encode_chat(USER)[0] == IM_START
+    assert IM_END not in tokenizer.encode("<|im_end|>")
 
 
 # --- Chat templates ---
