@@ -19,7 +19,7 @@ from sampling import NotFinite, SamplingOptions, choose
 CHUNK = 512  # prompt tokens read between two looks at STOP
 MARGIN = 8  # cells kept free behind a request: the longest window of speculative decoding
 BEFORE_END = 16  # tokens that may follow what changes at the end of a message: a closing mark, the rest of a line
-NEAR = 32  # tokens: a checkpoint so close behind another one is not worth its bytes
+NEAR = 16  # tokens: a checkpoint so close behind another one is not worth its bytes, a guess twice so close
 DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
 
 
@@ -209,8 +209,9 @@ class Generation:
         if not self.n_reused and later:
             marks[later[0]] = later[0] >= options.prompt_cache_root
         if not self.cache.shape.folds_nothing:  # else it is cut anywhere
-            for place in (self.resumed.diverged_at, later[0] - BEFORE_END if later else 0, max(marks) - BEFORE_END):
-                if place - max([self.n_reused, *(mark for mark in marks if mark < place)]) > NEAR:
+            guesses = (later[0] - BEFORE_END if later else 0, max(marks) - BEFORE_END)
+            for place, least in ((self.resumed.diverged_at, NEAR), *((guess, 2 * NEAR) for guess in guesses)):
+                if place - max([self.n_reused, *(mark for mark in marks if mark < place)]) > least:
                     marks.setdefault(place, False)
         return marks
 

@@ -15,6 +15,7 @@ from kvcache import Cache, Snapshot
 
 # A branch that ends in less than this share of a conversation is read again sooner than the whole is copied and kept.
 LEAST_BRANCH = 1 / 32
+N_RECENT = 3  # checkpoints that stay because they were used last: those of the latest turn
 
 
 def common_start(ids: np.ndarray, prompt: np.ndarray) -> int:
@@ -51,7 +52,11 @@ class Checkpoints:
         self.chain: list[Checkpoint] = []
 
     def add(self, snapshot: Snapshot, used: int, *, root: bool = False) -> None:
-        """Keep a snapshot; one of the same length is only stamped anew. Over the limit the least recently used goes."""
+        """Keep a snapshot; one of the same length is only stamped anew.
+
+        Over the limit one goes, never the root: of those that were not used of late, the one behind which the fewest
+        tokens would have to be read again. Where few are kept, it is the least recently used.
+        """
         for checkpoint in self.chain:
             if checkpoint.n_tokens == snapshot.n_tokens:
                 checkpoint.used = used
@@ -62,7 +67,14 @@ class Checkpoints:
         while len(self.chain) > self.limit:
             # With room for a single checkpoint a pinned root would shut out every later one.
             evictable = [c for c in self.chain if not (c.root and self.limit > 1)]
-            self.chain.remove(min(evictable, key=lambda checkpoint: checkpoint.used))
+            evictable.sort(key=lambda checkpoint: checkpoint.used)
+            old = evictable[:-N_RECENT] if self.limit > N_RECENT else evictable[:1]
+            self.chain.remove(min(old, key=self._gap))
+
+    def _gap(self, checkpoint: Checkpoint) -> int:
+        """Tokens between a checkpoint and the one before it, or the start."""
+        index = self.chain.index(checkpoint)
+        return checkpoint.n_tokens - (self.chain[index - 1].n_tokens if index else 0)
 
     def longest_prefix(self, prompt: np.ndarray) -> Checkpoint | None:
         """The longest checkpoint that is an exact start of the prompt."""

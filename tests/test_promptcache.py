@@ -60,6 +60,14 @@ def test_the_least_recently_used_goes_even_if_it_has_just_come():
     assert lengths(chain(2, (10, 5), (20, 6), (30, 4))) == [10, 20]
 
 
+def test_among_many_the_one_goes_that_costs_least_to_read_again_unless_it_is_new():
+    """The last three stay; of the others the one with the fewest tokens behind its neighbour goes."""
+    assert lengths(chain(4, (100, 1), (110, 2), (150, 3), (160, 4), (165, 5))) == [100, 150, 160, 165]
+    assert lengths(chain(4, (100, 1), (110, 5), (150, 2), (160, 4), (165, 3))) == [100, 110, 160, 165]
+    with_root = chain(5, (90, 1, "root"), (91, 2), (150, 3), (160, 4), (165, 5), (170, 6))
+    assert lengths(with_root) == [90, 150, 160, 165, 170]
+
+
 def test_the_root_stays():
     assert lengths(chain(2, (10, 1, "root"), (20, 2), (30, 3), (40, 4))) == [10, 40]
 
@@ -380,8 +388,9 @@ class Account:
         if keep and turns and not n_resumed:
             ends[turns[0]] = turns[0] >= ROOT
         if keep and not self.stateless:
-            for place in (diverged, turns[0] - 16 if turns else 0, max(ends) - 16):
-                if place not in ends and place - max([n_resumed, *(end for end in ends if end < place)]) > 32:
+            guesses = [turns[0] - 16 if turns else 0, max(ends) - 16]
+            for place, least in [(diverged, 16), *((guess, 32) for guess in guesses)]:
+                if place not in ends and place - max([n_resumed, *(end for end in ends if end < place)]) > least:
                     ends[place] = False
         at = n_resumed
         while at < len(prompt):
