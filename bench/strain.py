@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from gguffile import embedded_model
 
 TEXT_BYTES, JSON_BYTES = 28 << 20, 25 << 20
+CONTEXT = 262144  # in which such bodies could have a place, so that they are read before they are refused
 LOOP = "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
 LOOP += "{% endfor %}{% endif %}"
 POLL_S, LEAST_S, WITHIN_S = 0.02, 3.0, 0.2
@@ -143,7 +144,7 @@ def main() -> None:
         reader = gguf.GGUFReader(embedded_model())
         template = LOOP + reader.fields["tokenizer.chat_template"].contents()
         model = write_copy(os.path.join(folder, "loop.gguf"), reader, {"tokenizer.chat_template": template}, {})
-        with serving(model) as address:
+        with serving(model, f"--max-context={CONTEXT}") as address:
             for name, throw in throws.items():
                 seen = Watch(address).during(lambda throw=throw: throw(address))
                 worst, median = max(seen.health_s), statistics.median(seen.health_s)
