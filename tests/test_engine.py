@@ -11,6 +11,7 @@ import pytest
 
 import engine as engine_module
 import generation
+import resources
 from engine import Engine, EngineOptions, Session
 from generation import MARGIN, Generation, GenRequest, RequestError
 from promptcache import is_prefix
@@ -659,7 +660,7 @@ def test_the_budget_holds(monkeypatch):
 
 def test_too_little_ram_above_the_floor_parks_nothing(monkeypatch):
     free = 1000 << 20
-    monkeypatch.setattr(engine_module, "_available_bytes", lambda: free)
+    monkeypatch.setattr(resources, "available_bytes", lambda: free)
     engine = shared_engine("qwen4exp", conversation_cache_mib=100, conversation_cache_min_free_mib=1000)
     session = Session(engine)
     first = ask(session, ids(40), 4)

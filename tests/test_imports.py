@@ -51,8 +51,9 @@ ALLOWED = {
     "controlvector": {"fingerprint", "gguffile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "promptcache", "sampling"},
-    "engine": {"gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache", "promptcache"}
-    | {"sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "resources"},
+    "conversations": {"generation", "kvcache", "promptcache", "resources", "weights"},
+    "engine": {"conversations", "gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache"}
+    | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "resources"},
     "serveloop": {"engine", "generation", "sampling", "sessionfile", "sessionfolder"},
     "toolcalls": set(),
     "answertext": {"toolcalls"},

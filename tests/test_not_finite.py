@@ -60,7 +60,7 @@ def test_the_greatest_numbers_there_are_are_welcome(tmp_path):
     data.view(np.float32)[:4] = [np.finfo(np.float32).max, -np.finfo(np.float32).max, 1e-45, -0.0]
     image = dataclasses.replace(image, live=dataclasses.replace(image.live, gdn=data))
     write_session(str(path), image, session.engine.identity())
-    session.restore(str(path))
+    assert session.restore(str(path)).n_tokens == image.live.n_tokens
 
 
 @pytest.mark.parametrize("shift", range(4))

@@ -122,7 +122,7 @@ def test_a_conversation_ends_where_its_answer_was_cut(name, n_shown):
 @pytest.mark.parametrize("name", FOLDING)
 def test_what_is_read_again_behind_a_cut_may_stop_at_every_chunk(name, monkeypatch, tmp_path):
     """The next request finds what was read so far; a save waits for the rest."""
-    monkeypatch.setattr("engine.CHUNK", 4)
+    monkeypatch.setattr("conversations.CHUNK", 4)
     for n_chunks in range(4):
         session = new_session(name)
         prompt, reply = chat(session, max_new=20)

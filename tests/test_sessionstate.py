@@ -11,6 +11,7 @@ import pytest
 import engine as engine_module
 import generation
 import kvcache
+import resources
 import sessionstate
 from engine import Session
 from generation import FatalError, RequestError
@@ -364,7 +365,7 @@ def test_a_save_without_ram_above_the_floor_is_refused_before_the_disk_is_asked(
     session, _, good = live
     options = dataclasses.replace(session.engine.options, session_min_free_mib=2**40)
     monkeypatch.setattr(session.engine, "options", options)
-    monkeypatch.setattr(engine_module, "_available_bytes", lambda: 17 << 20)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 17 << 20)
     refused("memory", r"18 MiB of RAM are needed above a floor of 0 MiB, 17 MiB are available", session.save, good)
 
 
@@ -455,7 +456,7 @@ def test_what_is_no_plain_file_is_refused(live, refused):
 
 def test_a_restore_without_ram_above_the_floor_is_refused(live, refused, monkeypatch):
     session, _, good = live
-    monkeypatch.setattr(engine_module, "_available_bytes", lambda: 32 << 20)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 32 << 20)
     refused("memory", "MiB of RAM are needed above a floor of 0 MiB, 32 MiB are available", session.restore, good)
 
 
