@@ -131,23 +131,18 @@ class Conversations:
         return beside, offer if offer.parked else NOTHING, None
 
     def _beside(self, request: GenRequest) -> Timeline | None:
-        """Room for one request beside the live conversation; None where there is too little RAM."""
+        """Room for one request beside the live conversation; None where there is too little RAM.
+
+        The floor that parking leaves free does not count: a short request takes little, and soon gives it back.
+        """
         n_tokens = len(request.prompt) + request.max_new + MARGIN
+        n_likely = min(n_tokens, len(request.prompt) + LONG_ANSWER)
         try:
-            if self.admit(self.engine.cache_bytes(min(n_tokens, len(request.prompt) + LONG_ANSWER))) is None:
+            if self.engine.cache_bytes(n_likely) <= resources.available_bytes() // 2:
                 return Timeline(self.engine.new_cache(n_tokens), self.engine.options.prompt_cache)
         except (ModelError, MemoryError) as error:
             self.engine.log(f"no room for a request beside the conversation held: {error}")
         return None
-
-    def admit(self, need_bytes: int) -> str | None:
-        """Why `need_bytes` of RAM cannot be had above the floor, or None."""
-        floor = self.engine.options.conversation_cache_min_free_mib
-        available = resources.available_bytes()
-        if available >= floor * MIB and need_bytes <= available - floor * MIB:
-            return None
-        need, free = -(-need_bytes // MIB), available // MIB
-        return f"{need} MiB of RAM are needed above a floor of {floor} MiB, {free} MiB are available"
 
     def _explain(self, request: GenRequest, offer: Offer, diverged_at: int) -> None:
         """One line about a prompt that leaves what is held; a request that asks for its source says it itself."""

@@ -418,7 +418,7 @@ class Session(Conversations):
         checkpoint, state_bytes = held.checkpoints.deepest(), sum(shape.state_sizes)
         sources = sessionstate.sources_of(held, self.cache)
         checkpoint_bytes = checkpoint.snapshot.size_bytes if checkpoint else 0
-        refusal = self.admit(save_peak_bytes(checkpoint_bytes, state_bytes, held.n_tokens, 0, len(sources)))
+        refusal = self._admit(save_peak_bytes(checkpoint_bytes, state_bytes, held.n_tokens, 0, len(sources)))
         if refusal:
             raise SessionError("memory", "admit", refusal)
         if phase:
@@ -430,6 +430,15 @@ class Session(Conversations):
         )
         self._n_saves += 1
         return Outcome(held.n_tokens, size_bytes, 1e3 * (time.perf_counter() - started))
+
+    def _admit(self, need_bytes: int) -> str | None:
+        """Why `need_bytes` of RAM cannot be had above the floor, or None."""
+        floor = self.engine.options.conversation_cache_min_free_mib
+        available = resources.available_bytes()
+        if available >= floor * MIB and need_bytes <= available - floor * MIB:
+            return None
+        need, free = -(-need_bytes // MIB), available // MIB
+        return f"{need} MiB of RAM are needed above a floor of {floor} MiB, {free} MiB are available"
 
     def restore(self, path: str, *, progress=None, phase=None) -> Outcome:
         """Replace the live conversation and its checkpoints by those of a file; parked ones stay.
@@ -449,7 +458,7 @@ class Session(Conversations):
             path,
             engine.identity(phase),
             limits,
-            admit=self.admit,
+            admit=self._admit,
             progress=lambda done, total: report(done, 2 * total),
             keep_state=False,
         )

@@ -664,12 +664,21 @@ def test_too_little_ram_above_the_floor_parks_nothing(monkeypatch):
     engine = shared_engine("qwen4exp", conversation_cache_mib=100, conversation_cache_min_free_mib=1000)
     session = Session(engine)
     first = ask(session, ids(40), 4)
-    reply = ask(session, ids(40, 1), 4)
+    reply = ask(session, ids(60, 1), 4)
     assert parked(session) == []
-    assert_like_fresh(session, ids(40, 1), reply, 4)
+    assert_like_fresh(session, ids(60, 1), reply, 4)
     free += 1 << 20
     ask(session, joined(ids(40), first.tokens), 4)
-    assert parked(session) == [43]
+    assert parked(session) == [63]
+
+
+@pytest.mark.parametrize("free", [1 << 10, 900 << 20])
+def test_a_short_request_displaces_nothing_even_below_the_floor(free, monkeypatch):
+    monkeypatch.setattr(resources, "available_bytes", lambda: free)
+    session = Session(shared_engine("qwen4exp", conversation_cache_mib=100, conversation_cache_min_free_mib=1000))
+    ask(session, ids(120), 4)
+    ask(session, ids(20, 1), 4)
+    assert (parked(session), session.live.n_tokens) == ([], 123 if free > 1 << 20 else 23)  # of which nothing is left
 
 
 @pytest.mark.parametrize("options", [{"conversation_cache_mib": 0}, {"conversation_cache_slots": 0}])
