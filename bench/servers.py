@@ -80,6 +80,7 @@ class Strata(demo.Engine):
         command += ["--max-context", str(settings.context), "--threads", str(settings.threads)]
         command += ["--slot-save-path", settings.folder, *options]
         command += ["--session-min-free-mib", "0", "--conversation-cache-min-free-mib", "0"]
+        command += ["--conversation-cache-mib", "0"]  # as for the rival: no copies of other prompts in RAM
         with open(pathlib.Path(settings.folder, "strata.log"), "wb") as log:
             super().__init__(command, log)
 
