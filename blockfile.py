@@ -15,15 +15,15 @@ import ntpath
 import os
 import shutil
 import stat
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
 
 import resources
 import unfinished
+from helperthread import HelperThread
 
 try:
     import fcntl
@@ -58,7 +58,7 @@ class PosixSystem:
     """The calls to the operating system, one a method, so that a test can make any of them fail."""
 
     windows = False
-    _releasing: threading.Thread | None = None
+    _releasing: HelperThread | None = None
 
     def free_bytes(self, folder: str) -> int:
         if self._releasing:  # what a replaced file still takes is as good as free
@@ -133,13 +133,13 @@ class PosixSystem:
 
     def release(self, held: int) -> None:
         """Let go of it in a thread: the blocks of a large file can take half as long to be freed as to be written."""
-        thread = threading.Thread(target=os.close, args=(held,), name="block release")
         try:
-            thread.start()
-        except RuntimeError:  # no thread can be had
+            self._releasing = helper = HelperThread()
+        except OSError:  # no thread can be had
             os.close(held)
         else:
-            self._releasing = thread
+            helper.submit(os.close, held)
+            helper.finish()
 
     def rename(self, folder: int, source: str, destination: str) -> None:
         os.rename(source, destination, src_dir_fd=folder, dst_dir_fd=folder)
@@ -373,17 +373,6 @@ def _close_read(descriptor) -> None:
         system.close(descriptor)
 
 
-def _start_thread(name: str) -> ThreadPoolExecutor:
-    """A helper thread that runs already: where none can be had, that is told like any other lack of memory."""
-    pool = ThreadPoolExecutor(1, name)
-    try:
-        pool.submit(int).result()
-    except RuntimeError as error:
-        pool.shutdown(wait=False)
-        raise OSError(errno.ENOMEM, f"{error}: the limit of threads or of memory is reached") from error
-    return pool
-
-
 def _forget(descriptor: int, offset: int, size: int) -> None:
     with contextlib.suppress(OSError):  # advice: where it is not taken, memory that was free stays cache
         system.forget(descriptor, offset, size)
@@ -501,7 +490,7 @@ class BlockWriter:
             self._block = allocate_block(self.size_bytes)
             self._spare = allocate_block(self.size_bytes) if self.size_bytes > BLOCK_BYTES else None
             self.step = "starting a thread"
-            self._thread = undo.enter_context(_start_thread("block writer"))
+            self._thread = undo.enter_context(HelperThread())
             self.step = "writing"
             self._progress(0, self.size_bytes)
             self._undo = undo.pop_all()
@@ -699,7 +688,7 @@ class BlockReader:
             self.modified_s = status.st_mtime
             self._was_cached = _is_cached(self._descriptor, self.size_bytes)
             undo.callback(self._forget_all)
-            self._thread = undo.enter_context(_start_thread("block reader"))
+            self._thread = undo.enter_context(HelperThread())
             self._undo = undo.pop_all()
         return self
 

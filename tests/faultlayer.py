@@ -114,17 +114,17 @@ class FaultySystem(blockfile.PosixSystem):
     def allocate(self, file_bytes: int):
         return _allocate_block(file_bytes)
 
-    def start_thread(self, name: str):
-        return _start_thread(name)
+    def start_thread(self):
+        return _helper_thread()
 
 
-_allocate_block, _start_thread = blockfile.allocate_block, blockfile._start_thread
+_allocate_block, _helper_thread = blockfile.allocate_block, blockfile.HelperThread
 
 
 @contextlib.contextmanager
 def installed(system: FaultySystem) -> Iterator[FaultySystem]:
     """The layer in place of the system; the name `system` of blockfile is looked up at every call."""
-    names = {"system": system, "allocate_block": system.allocate, "_start_thread": system.start_thread}
+    names = {"system": system, "allocate_block": system.allocate, "HelperThread": system.start_thread}
     before = {name: getattr(blockfile, name) for name in names}
     for name, value in names.items():
         setattr(blockfile, name, value)

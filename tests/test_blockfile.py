@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import threading
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import blockfile
 from blockfile import BLOCK_BYTES, DIRECT_UNIT, BlockReader, BlockWriter
+from helperthread import HelperThread
 
 SIZES = (1, 328, DIRECT_UNIT, DIRECT_UNIT + 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES + 5000)
 PLENTY = 1 << 50
@@ -227,11 +229,11 @@ def test_a_replaced_file_lives_until_the_new_one_is_safe(tmp_path, monkeypatch):
 
 def test_free_space_counts_what_a_replaced_file_took(tmp_path, monkeypatch):
     """Who asks for it while the old file's blocks are still being freed waits for that."""
-    freeing, freed = threading.Event(), []
+    freeing, freed, here = threading.Event(), [], threading.get_ident()
     close = os.close
 
     def slow(descriptor):
-        if threading.current_thread().name == "block release":
+        if threading.get_ident() != here:
             freeing.wait()
             freed.append(True)
         close(descriptor)
@@ -252,18 +254,17 @@ def test_free_space_counts_what_a_replaced_file_took(tmp_path, monkeypatch):
 
 def test_what_cannot_be_kept_or_let_go_in_a_thread_is_no_failure(tmp_path, monkeypatch):
     path = tmp_path / "a.bin"
-    start = threading.Thread.start
 
-    def refuse(thread):
-        if thread.name == "block release":
-            raise RuntimeError("can't start new thread")
-        start(thread)
+    def refuse():
+        if sys._getframe(1).f_code.co_name == "release":
+            raise OSError(errno.ENOMEM, "can't start new thread")
+        return HelperThread()
 
     class Loose(blockfile.PosixSystem):
         def hold(self, folder, name):
             raise OSError(errno.EMFILE, "no more files")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(blockfile, "HelperThread", refuse)
     n_open = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
     for system in (blockfile.PosixSystem(), Loose()):
         monkeypatch.setattr(blockfile, "system", system)

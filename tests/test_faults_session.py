@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ import sessionstate
 from engine import Session
 from faultlayer import CODES, KINDS, FaultySystem, count, fails, first, installed, no_memory, nothing, short
 from generation import FatalError
+from helperthread import HelperThread
 from sessionfile import SessionError, SessionReader
 from sessionimages import seal
 from sessionlayout import FRAME_BYTES, HEADER, TRAILER
@@ -300,13 +300,13 @@ def test_an_array_that_cannot_be_allocated(verb, live, blocks, monkeypatch):
 def test_no_thread_can_be_started(live, monkeypatch):
     """As the system has it: the thread's own start fails."""
 
-    def refuse(thread):
+    def refuse(run, arguments):
         count("a thread cannot be started")
         raise RuntimeError("can't start new thread")
 
     for operation in (live.save, live.restore):
         with monkeypatch.context() as patched:
-            patched.setattr("threading.Thread.start", refuse)
+            patched.setattr("_thread.start_new_thread", refuse)
 
             def tried(operation=operation):
                 try:
@@ -586,7 +586,14 @@ def broken_validation(monkeypatch):
 
 def broken_thread(monkeypatch):
     """Lets through what Python says where no thread can be started."""
-    monkeypatch.setattr(blockfile, "_start_thread", lambda name: ThreadPoolExecutor(1, name))
+
+    def helper():
+        try:
+            return HelperThread()
+        except OSError as error:
+            raise error.__cause__ from None
+
+    monkeypatch.setattr(blockfile, "HelperThread", helper)
 
 
 FOUND = [
