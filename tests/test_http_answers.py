@@ -10,9 +10,9 @@ import scripted_child
 from answertext import AnswerParser, Part, StopStrings
 from bodyfields import ApiError
 from chatapi import AnswerReader, GenerationRequest
-from childproc import Done, parse_generation_line
 from runningfront import write_tokenizer_model
 from tokenizer import Tokenizer
+from verbs import GENERATION, Done, read
 
 N_CTX = 4096
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -354,8 +354,8 @@ def test_cached_tokens_stand_in_three_places():
 )
 def test_lines_that_no_generation_has(line):
     with pytest.raises(ValueError):  # noqa: PT011 - any reason will do
-        parse_generation_line(line)
+        read(line, *GENERATION)
 
 
 def test_the_done_line_has_its_fields_in_order():
-    assert parse_generation_line("DONE 5 9 10.0 20.0 stop 0 0 4 1 2 0 0 0.0 5 0") == DONE
+    assert read("DONE 5 9 10.0 20.0 stop 0 0 4 1 2 0 0 0.0 5 0", Done) == DONE
