@@ -14,6 +14,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
+import verbs
 from childlines import (
     Busy,
     ChildError,
@@ -35,30 +36,6 @@ from childlines import (
 )
 from childpipes import LEAVE_GRACE_S, ChildPipes
 from printable import one_line
-from verbs import (
-    GENERATION,
-    LOG_WORDS,
-    TRANSFERS,
-    Done,
-    Erased,
-    Event,
-    Fatal,
-    Held,
-    Info,
-    Moved,
-    Phase,
-    Ready,
-    Refusal,
-    Resume,
-    Reused,
-    SessionDone,
-    SessionRefusal,
-    Tokens,
-    glance,
-    kind_of,
-    read,
-    stop_line,
-)
 
 # Loading says nothing before READY, and a large model on a slow disk takes minutes.
 LOAD_LIMIT_S = 3600.0
@@ -90,10 +67,10 @@ class Generation:
     def stopped(self) -> bool:
         return self.given_up.is_set()
 
-    def put(self, event: Event | ChildError) -> None:
+    def put(self, event: verbs.Event | ChildError) -> None:
         self._events.put_nowait(event)
 
-    async def next_event(self, limit_s: float | None = None) -> Event | None:
+    async def next_event(self, limit_s: float | None = None) -> verbs.Event | None:
         """The next event, None when there was none for ``limit_s``; after Done there is no further one.
 
         Raises the ChildError that ended the request.
@@ -197,7 +174,7 @@ class EngineChild:
         path: str,
         given_up: asyncio.Event | None = None,
         refusal: Callable[[], ChildError | None] = lambda: None,
-    ) -> SessionDone:
+    ) -> verbs.SessionDone:
         """Save to or restore from ``path``; once it has begun it goes on to its end, whoever goes.
 
         What ``refusal`` gives when the turn has come is raised. Raises NotLoaded, SessionRefused, EngineGone, and
@@ -238,7 +215,7 @@ class EngineChild:
             finally:
                 await self._end(LEAVE_GRACE_S)
 
-    async def autosave(self, filename: str, path: str) -> SessionDone:
+    async def autosave(self, filename: str, path: str) -> verbs.SessionDone:
         """Save what continues the file at ``path``, as the last work of a child that is being closed."""
         return await self._session_turn("autosave", filename, path)
 
@@ -350,17 +327,17 @@ class EngineChild:
 
     async def _read_start(self, pipes: ChildPipes) -> None:
         info: dict[str, str] = {}
-        while (kind := kind_of(line := await pipes.read_line(LOAD_LIMIT_S))) is not Ready:
-            if kind is Info:
-                info |= {key: one_line(value) for key, value in read(line, Info).pairs.items()}
-            elif kind is Fatal:
+        while (kind := verbs.kind_of(line := await pipes.read_line(LOAD_LIMIT_S))) is not verbs.Ready:
+            if kind is verbs.Info:
+                info |= {key: one_line(value) for key, value in verbs.read(line, verbs.Info).pairs.items()}
+            elif kind is verbs.Fatal:
                 raise await self._gave_up(line)
-            elif line.partition(" ")[0] in LOG_WORDS:
+            elif line.partition(" ")[0] in verbs.LOG_WORDS:
                 self._log(line)
             else:
                 raise EngineGone(f"the engine is out of step at its start: {line[:200]!r}")
         with in_step(line):
-            self.n_ctx, self.info = read(line, Ready).n_ctx, info
+            self.n_ctx, self.info = verbs.read(line, verbs.Ready).n_ctx, info
         pipes.forget_words()
 
     async def _say(self, pipes: ChildPipes, line: str) -> None:
@@ -376,15 +353,15 @@ class EngineChild:
             # A line for the log is no sign of life: what was asked for has to come within the limit all the same.
             left_s = begun + limit_s - asyncio.get_running_loop().time()
             line = await pipes.read_line(max(left_s, 0.0), limit_s)
-            if kind_of(line) is Fatal:
+            if verbs.kind_of(line) is verbs.Fatal:
                 raise await self._gave_up(line)
-            if line.partition(" ")[0] not in LOG_WORDS:
+            if line.partition(" ")[0] not in verbs.LOG_WORDS:
                 return line
             self._log(line)
 
     async def _gave_up(self, line: str) -> EngineGone:
         await self._end(LEAVE_GRACE_S)
-        return EngineGone(f"the engine gave up: {one_line(read(line, Fatal).reason)}")
+        return EngineGone(f"the engine gave up: {one_line(verbs.read(line, verbs.Fatal).reason)}")
 
     def _now_holds(self, n_tokens: int) -> None:
         self._n_held = n_tokens
@@ -409,7 +386,7 @@ class EngineChild:
                     raise GivenUp("the request was given up before its turn came")
                 if model is not None and model != self._model:
                     raise ModelChanged("the model file was replaced meanwhile: send the request again")
-                n_prompt, keeps = glance(line)
+                n_prompt, keeps = verbs.glance(line)
                 self.request = RequestProgress(running=True, n_prompt=n_prompt)
                 await self._say(pipes, line)
                 await self._read_generation(pipes, generation, keeps=keeps)
@@ -428,30 +405,30 @@ class EngineChild:
             while True:
                 line = await self._hear(pipes)
                 event = self._generation_event(line, begun=stopper is not None)
-                if isinstance(event, Resume) != (stopper is None):
+                if isinstance(event, verbs.Resume) != (stopper is None):
                     raise out_of_step(line, "RESUME comes first and once")
                 if stopper is None:
                     # Not before: a STOP that arrives ahead of its request is dropped as stale.
                     stopper = asyncio.create_task(self._pass_stop(pipes, generation))
-                if isinstance(event, Held):
+                if isinstance(event, verbs.Held):
                     held = event
-                if isinstance(event, Done):
+                if isinstance(event, verbs.Done):
                     self._count_generation(event)
                     if held or keeps:
                         self._now_holds(_held_after(event, held, generation))
-                if not isinstance(event, Reused):  # which repeats what RESUME said
+                if not isinstance(event, verbs.Reused):  # which repeats what RESUME said
                     self.request.note(event)
                     generation.put(event)
-                if isinstance(event, Done):
+                if isinstance(event, verbs.Done):
                     return
         finally:
             if stopper:
                 stopper.cancel()
 
-    def _generation_event(self, line: str, *, begun: bool) -> Event:
+    def _generation_event(self, line: str, *, begun: bool) -> verbs.Event:
         with in_step(line):
-            event = read(line, *GENERATION, Refusal)
-        if not isinstance(event, Refusal):
+            event = verbs.read(line, *verbs.GENERATION, verbs.Refusal)
+        if not isinstance(event, verbs.Refusal):
             return event
         if begun:
             self._now_holds(0)
@@ -462,9 +439,9 @@ class EngineChild:
         # When the child cannot take it, the reader of its lines finds out how it ended.
         with contextlib.suppress(EngineGone):
             generation.told = True
-            await pipes.write_line(stop_line(generation.n_kept), self._silence_s)
+            await pipes.write_line(verbs.stop_line(generation.n_kept), self._silence_s)
 
-    def _count_generation(self, done: Done) -> None:
+    def _count_generation(self, done: verbs.Done) -> None:
         self.totals.n_prompt_read += done.n_prompt_read
         self.totals.prompt_ms += done.prompt_ms
         self.totals.n_generated += done.n_generated
@@ -478,19 +455,19 @@ class EngineChild:
         path: str,
         given_up: asyncio.Event | None,
         refusal: Callable[[], ChildError | None],
-    ) -> SessionDone:
+    ) -> verbs.SessionDone:
         async with self._my_turn(given_up):
             if error := refusal():
                 raise error
             return await self._session_turn(action, filename, path)
 
-    async def _session_turn(self, action: str, filename: str, path: str) -> SessionDone:
+    async def _session_turn(self, action: str, filename: str, path: str) -> verbs.SessionDone:
         pipes, verb = self._loaded_pipes(), action.upper()
         self.progress = SessionProgress(action, filename)
         self._watch(self.progress)
         try:
             await self._say(pipes, f"{verb} {path}")
-            done = await self._read_session(pipes, self.progress, TRANSFERS[verb])
+            done = await self._read_session(pipes, self.progress, verbs.TRANSFERS[verb])
         except ChildError:
             self.totals.n_session_failed += 1
             raise
@@ -504,25 +481,25 @@ class EngineChild:
             self.totals.n_saved += 1
         return done
 
-    async def _read_session(self, pipes: ChildPipes, progress: SessionProgress, success: type) -> SessionDone:
+    async def _read_session(self, pipes: ChildPipes, progress: SessionProgress, success: type) -> verbs.SessionDone:
         limit_s = self._silence_s
         while True:
             line = await self._hear(pipes, limit_s)
             limit_s = self._silence_s
             with in_step(line):
-                said = read(line, Phase, Moved, success, SessionRefusal)
-                if isinstance(said, SessionRefusal):
+                said = verbs.read(line, verbs.Phase, verbs.Moved, success, verbs.SessionRefusal)
+                if isinstance(said, verbs.SessionRefusal):
                     raise SessionRefused(said.kind, said.published, one_line(said.reason))
                 if isinstance(said, success):
                     return said
                 progress.note(said)
-            if isinstance(said, Phase):
+            if isinstance(said, verbs.Phase):
                 limit_s = max(limit_s, said.allowance_s)
             self._watch(progress)
 
     async def _run_erase(self, given_up: asyncio.Event | None) -> int:
         async with self._my_turn(given_up):
-            erased = await self._ask(self._loaded_pipes(), "ERASE", Erased)
+            erased = await self._ask(self._loaded_pipes(), "ERASE", verbs.Erased)
             self._now_holds(0)
             return erased.n_tokens
 
@@ -530,20 +507,20 @@ class EngineChild:
         async with self._my_turn(given_up):
             if self.state != "ready":
                 return []
-            return (await self._ask(self._loaded_pipes(), "TOKENS", Tokens)).ids
+            return (await self._ask(self._loaded_pipes(), "TOKENS", verbs.Tokens)).ids
 
     async def _ask(self, pipes: ChildPipes, verb: str, success: type):
         """The answer to a verb of one line; raises EngineRefused and EngineGone."""
         await self._say(pipes, verb)
         line = await self._hear(pipes)
         with in_step(line):
-            answer = await asyncio.to_thread(read, line, success, Refusal)  # it may be a million ids
-        if isinstance(answer, Refusal):
+            answer = await asyncio.to_thread(verbs.read, line, success, verbs.Refusal)  # it may be a million ids
+        if isinstance(answer, verbs.Refusal):
             raise EngineRefused(one_line(answer.reason))
         return answer
 
 
-def _held_after(done: Done, held: Held | None, generation: Generation) -> int:
+def _held_after(done: verbs.Done, held: verbs.Held | None, generation: Generation) -> int:
     """Tokens held behind a request: as many as the child says, else what it read, and wrote but for its last token."""
     if held:
         n_held = held.n_tokens

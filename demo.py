@@ -18,22 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import verbs
 from declaration import TEXT
 from tokenizer import Tokenizer, TokenizerError
-from verbs import (
-    TRANSFERS,
-    Done,
-    Fatal,
-    Moved,
-    PromptProgress,
-    Ready,
-    Refusal,
-    SessionRefusal,
-    Token,
-    gen_line,
-    kind_of,
-    read,
-)
 
 ENGINE_COMMAND = (sys.executable, str(pathlib.Path(__file__).with_name("strata.py")), "--serve")
 FIRST_QUESTION = "What is this text, and who speaks in it? Answer in one sentence."
@@ -229,7 +216,7 @@ class Engine:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, encoding="utf-8", bufsize=1
         )
         try:
-            self.max_context = next(self._answers(Ready)).n_ctx
+            self.max_context = next(self._answers(verbs.Ready)).n_ctx
         except BaseException:
             self._end(kill=True)
             raise
@@ -243,12 +230,12 @@ class Engine:
     def generate(self, ids: Sequence[int], max_new: int, show: Show) -> Turn:
         """Send a greedy GEN and read its answer."""
         start, first_token_s, tokens = time.perf_counter(), 0.0, []
-        self._send(gen_line(max_new, ids))
-        for said in self._answers(Done, Token, PromptProgress):
+        self._send(verbs.gen_line(max_new, ids))
+        for said in self._answers(verbs.Done, verbs.Token, verbs.PromptProgress):
             match said:
-                case PromptProgress(position, n_prompt):
+                case verbs.PromptProgress(position, n_prompt):
                     show(position, n_prompt)
-                case Token(token):
+                case verbs.Token(token):
                     first_token_s = first_token_s or time.perf_counter() - start
                     tokens.append(token)
         if not tokens:
@@ -260,8 +247,8 @@ class Engine:
         """SAVE or RESTORE a file of the engine's folder."""
         start = time.perf_counter()
         self._send(f"{verb} {name}")
-        for said in self._answers(TRANSFERS[verb], Moved):
-            if isinstance(said, Moved):
+        for said in self._answers(verbs.TRANSFERS[verb], verbs.Moved):
+            if isinstance(said, verbs.Moved):
                 show(*said)
         return Transfer(said.n_tokens, said.size_bytes, time.perf_counter() - start)
 
@@ -275,11 +262,11 @@ class Engine:
     def _answers(self, last: type, *wanted: type) -> Iterator:
         """The wanted records up to and with the last one; raises DemoError for a refusal or the end."""
         for line in map(str.strip, self._child.stdout):
-            kind = kind_of(line)
-            if kind in (Refusal, SessionRefusal, Fatal):
+            kind = verbs.kind_of(line)
+            if kind in (verbs.Refusal, verbs.SessionRefusal, verbs.Fatal):
                 raise DemoError(f"the engine answered: {line}")
             try:
-                said = read(line, kind) if kind in (last, *wanted) else None
+                said = verbs.read(line, kind) if kind in (last, *wanted) else None
             except ValueError as error:
                 raise DemoError(f"the engine is out of step: {line[:200]!r}: {error}") from error
             if said:

@@ -19,44 +19,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import verbs
 from engine import Engine, EngineOptions, Session
 from generation import FatalError, RequestFailed
 from sessionfile import SessionError
 from sessionfolder import sweep
-from verbs import (
-    GENERATION,
-    TRANSFERS,
-    VERBS,
-    Done,
-    Erased,
-    Fatal,
-    GenRequest,
-    Held,
-    Info,
-    Moved,
-    Phase,
-    Ready,
-    Refusal,
-    RequestError,
-    SessionRefusal,
-    Stats,
-    Tokens,
-    allowance_s,
-    check_utf8,
-    line_of,
-    parse_gen,
-    quoted,
-    stop_count,
-)
+from verbs import RequestError, line_of
 
 MAX_LINE_BYTES = 64 << 20  # nine million ids; a longer line is a mistake, and must not cost memory
 MAX_READ_AHEAD_BYTES = 64 << 20  # of commands that wait; beyond it the writer has to wait, and a STOP with it
 COMMAND_BYTES = 256  # a waiting command costs about so much beside its line
 READ_BYTES = 1 << 16  # what a pipe of Linux holds
 VERB_BYTES = 16  # the start of a line that any verb is in
-EXPECTED = f"expected: {' | '.join(VERBS.values())}"
+EXPECTED = f"expected: {' | '.join(verbs.VERBS.values())}"
 TERMINAL_NOTE = (
-    f"stdin is a terminal: verbs are read here, one a line ({', '.join(VERBS)}); --http PORT starts the HTTP front"
+    f"stdin is a terminal: verbs are read here, one a line ({', '.join(verbs.VERBS)});"
+    " --http PORT starts the HTTP front"
 )
 
 
@@ -81,8 +59,8 @@ def serve(
         session.warm_up()
         try:
             for key, value in session.info().items():
-                answers.line(line_of(Info({key: value})))
-            answers.line(line_of(Ready(engine.max_context)))
+                answers.line(line_of(verbs.Info({key: value})))
+            answers.line(line_of(verbs.Ready(engine.max_context)))
             if stdin.isatty():
                 log(TERMINAL_NOTE)
             return Loop(session, stdin, answers, log, slot_save_path=options.slot_save_path).run()
@@ -142,16 +120,15 @@ class Loop:
                 try:
                     answer = self._carry_out(command)
                 except RequestError as error:
-                    # a refusal of these is SERR, as every failure of theirs
-                    moves = command.verb in TRANSFERS
-                    answer = line_of(SessionRefusal("invalid", False, str(error)) if moves else Refusal(str(error)))
+                    text, moves = str(error), command.verb in verbs.TRANSFERS  # whose failures are SERR
+                    answer = line_of(verbs.SessionRefusal("invalid", False, text) if moves else verbs.Refusal(text))
                 except RequestFailed as error:
-                    answer = line_of(Refusal(str(error)))
+                    answer = line_of(verbs.Refusal(str(error)))
                 except Exception as error:  # the state may be wrong, so nothing goes on
                     self._log(traceback.format_exc())
                     reason = error if isinstance(error, FatalError) else f"internal: {type(error).__name__}: {error}"
-                    record = Refusal if command.verb == "GEN" else Fatal  # whoever reads an answer knows no FATAL
-                    self._answer(command, line_of(record(str(reason))))
+                    last = verbs.Refusal if command.verb == "GEN" else verbs.Fatal  # who reads an answer knows no FATAL
+                    self._answer(command, line_of(last(str(reason))))
                     return 1
                 if answer is None:
                     break
@@ -175,25 +152,25 @@ class Loop:
             raise RequestError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB and was skipped")
         verb, (_, space, rest) = command.verb, command.line.partition(b" ")
         if verb == "GEN":
-            return self._generate(command, parse_gen(rest))
-        check_utf8(command.line)
-        if verb in TRANSFERS:
+            return self._generate(command, verbs.parse_gen(rest))
+        verbs.check_utf8(command.line)
+        if verb in verbs.TRANSFERS:
             return self._transfer(verb, self._path(verb, rest, whole=command.ended))
         match verb:
-            case "STOP" if (n_answer := stop_count(command.line)) is not None:
+            case "STOP" if (n_answer := verbs.stop_count(command.line)) is not None:
                 self._session.keep(n_answer)
                 return ""  # as a STOP in time, it has no line of its own
             case "TOKENS" if not space:
-                return line_of(Tokens(self._session.held_ids().tolist()))
+                return line_of(verbs.Tokens(self._session.held_ids().tolist()))
             case "ERASE" if not space:
-                return line_of(Erased(self._session.erase()))
+                return line_of(verbs.Erased(self._session.erase()))
             case "STATS" if not space:
-                return line_of(Stats(self._session.stats()))
+                return line_of(verbs.Stats(self._session.stats()))
             case "QUIT" if not space:
                 return None
-        raise RequestError(f"{EXPECTED}; got {quoted(command.line)}")
+        raise RequestError(f"{EXPECTED}; got {verbs.quoted(command.line)}")
 
-    def _generate(self, command: "Command", request: GenRequest) -> str:
+    def _generate(self, command: "Command", request: verbs.GenRequest) -> str:
         """Write the lines of a running request and return its DONE."""
 
         def stopped() -> bool:
@@ -203,9 +180,9 @@ class Loop:
         try:
             for event in self._session.generate(request, stopped):
                 started = True
-                if isinstance(event, Done):
+                if isinstance(event, verbs.Done):
                     done = event  # not written before the session has ended its work on the request
-                elif isinstance(event, GENERATION):
+                elif isinstance(event, verbs.GENERATION):
                     self._answers.line(line_of(event))
                 else:
                     raise FatalError(f"internal: unknown event {event!r}")
@@ -219,7 +196,7 @@ class Loop:
         if command.n_kept is not None:
             self._session.keep(command.n_kept)
         if request.source:
-            self._answers.line(line_of(Held(self._session.n_tokens)))
+            self._answers.line(line_of(verbs.Held(self._session.n_tokens)))
         return line_of(done)
 
     def _path(self, verb: str, path: bytes, *, whole: bool) -> str:
@@ -239,14 +216,14 @@ class Loop:
         try:
             done = actions[verb](path, progress=self._session_line, phase=self._wait_line)
         except SessionError as error:
-            return line_of(SessionRefusal(error.kind, error.published, str(error)))
-        return line_of(TRANSFERS[verb](*done))
+            return line_of(verbs.SessionRefusal(error.kind, error.published, str(error)))
+        return line_of(verbs.TRANSFERS[verb](*done))
 
     def _session_line(self, done_bytes: int, total_bytes: int) -> None:
-        self._answers.line(line_of(Moved(done_bytes, total_bytes)))
+        self._answers.line(line_of(verbs.Moved(done_bytes, total_bytes)))
 
     def _wait_line(self, phase: str, size_bytes: int) -> None:
-        self._answers.line(line_of(Phase(phase, allowance_s(size_bytes))))
+        self._answers.line(line_of(verbs.Phase(phase, verbs.allowance_s(size_bytes))))
 
 
 @contextlib.contextmanager
@@ -407,7 +384,7 @@ class Commands:
 
     def _take(self, command: Command) -> None:
         with self._changed:
-            n_kept = stop_count(command.line)
+            n_kept = verbs.stop_count(command.line)
             if command.line == b"STOP" or (n_kept is not None and self._unfinished):
                 if self._unfinished:
                     self._unfinished[0].stopped, self._unfinished[0].n_kept = True, n_kept

@@ -459,26 +459,10 @@ class Fatal(NamedTuple):
 
 
 RECORDS = {
-    "INFO": Info,
-    "READY": Ready,
-    "RESUME": Resume,
-    "PP": PromptProgress,
-    "REUSED": Reused,
-    "SOURCE": Source,
-    "T": Token,
-    "HELD": Held,
-    "DONE": Done,
-    "SWAIT": Phase,
-    "SESSION": Moved,
-    "SAVED": Saved,
-    "RESTORED": Restored,
-    "ERASED": Erased,
-    "TOKENS": Tokens,
-    "STATS": Stats,
-    "ERR": Refusal,
-    "SERR": SessionRefusal,
-    "FATAL": Fatal,
-}
+    "INFO": Info, "READY": Ready, "RESUME": Resume, "PP": PromptProgress, "REUSED": Reused, "SOURCE": Source,
+    "T": Token, "HELD": Held, "DONE": Done, "SWAIT": Phase, "SESSION": Moved, "SAVED": Saved, "RESTORED": Restored,
+    "ERASED": Erased, "TOKENS": Tokens, "STATS": Stats, "ERR": Refusal, "SERR": SessionRefusal, "FATAL": Fatal,
+}  # fmt: skip
 WORDS = {record: word for word, record in RECORDS.items()}
 KINDS = {record: [hint.__metadata__[0] for hint in get_type_hints(record, include_extras=True).values()]
          for record in WORDS}  # fmt: skip
