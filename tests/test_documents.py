@@ -173,6 +173,11 @@ def test_trailer_table():
     ]
 
 
+def test_kinds_of_refusals():
+    listed = FORMAT_PAGE.split("one of these words:\n")[1].split("A restore reads")[0]
+    assert tuple(re.findall(r"\.BR (\w+)", listed)) == verbs.ERROR_KINDS
+
+
 def test_numbers_in_the_text():
     assert f"The file's size less {layout.FRAME_BYTES}." in FORMAT_PAGE
     assert f"for checkpoints, {layout.MIN_CHECKPOINT_BYTES} bytes" in FORMAT_PAGE.replace("\n", " ")

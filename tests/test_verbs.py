@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+import httpfront
 import serveloop
 import verbs
 from verbs import KINDS, RECORDS, RequestError, line_of, parse_gen, read
@@ -155,6 +156,10 @@ def test_the_last_line_of_each_command_is_known():
     assert not {verbs.WORDS[record] for record in verbs.GENERATION} & verbs.TERMINAL_WORDS - {"DONE"}
     assert verbs.TRANSFERS.keys() <= verbs.VERBS.keys()
     assert all(len(verb) < serveloop.VERB_BYTES for verb in verbs.VERBS)
+
+
+def test_each_kind_of_failure_has_its_status_over_http():
+    assert tuple(httpfront.SESSION_STATUS) == verbs.ERROR_KINDS
 
 
 def test_an_allowance_is_one_that_a_reader_takes():
