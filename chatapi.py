@@ -14,13 +14,11 @@ from dataclasses import dataclass, field
 from answertext import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, ShownTokens, StopStrings
 from bodyfields import ApiError, BadField, optional, shown
 from chatmessages import Chat, Tools, read_chat_body, read_tools
-from childproc import Done, PromptProgress, Source
 from samplingfields import model_defaults, read_limit, read_sampling, read_stops, refuse_unsupported
 from tokenizer import Prompt, Tokenizer, TokenizerError
 from toolcalls import ToolCall, bare_form, schemas_of
+from verbs import SPARE_CELLS, Done, PromptProgress, Source, gen_line
 
-# Cells that the engine keeps free behind prompt and answer.
-SPARE_CELLS = 8
 # Prompts of up to so many contexts are counted exactly when they are refused.
 FAR_TOO_LONG = 2
 
@@ -56,12 +54,12 @@ class GenerationRequest:
 
     def order(self, end_ids: frozenset[int]) -> str:
         """The GEN line; the answer also stops at ``end_ids``."""
-        keys = [f"{name}={value}" for name, value in self.sampling.items()]
+        keys: dict[str, object] = dict(self.sampling)
         if stop_ids := end_ids | self.stop_ids:
-            keys.append(f"stop={','.join(map(str, sorted(stop_ids)))}")
+            keys["stop"] = ",".join(map(str, sorted(stop_ids)))
         if not self.kept:
-            keys.append("ckpt=0")
-        return " ".join([f"GEN {self.max_new}", *keys, "source=1", ",".join(map(str, self.ids))])
+            keys["ckpt"] = 0
+        return gen_line(self.max_new, self.ids, keys | {"source": 1})
 
     def parser(self, token_marks: set[str]) -> AnswerParser:
         return AnswerParser(

@@ -5,7 +5,7 @@ last heard to hold. Refuses to know HTTP, text and the engine itself: it sees li
 
 Invariant: there is never more than one child, and one caught out of step is ended before anyone else is served.
 
-Read next: ``childlines.py`` for the lines, ``httpfront.py``, which turns requests into these calls.
+Read next: ``verbs.py`` for the lines, ``childlines.py`` for failures, ``httpfront.py``, which makes these calls.
 """
 
 import asyncio
@@ -14,75 +14,33 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
+import verbs
 from childlines import (
-    LOG_WORDS,
     Busy,
     ChildError,
-    Done,
     Ending,
     EngineGone,
     EngineRefused,
-    Event,
     FileGone,
     FileThere,
     GivenUp,
-    Held,
     ModelChanged,
     NotLoaded,
-    PromptProgress,
     RequestFailed,
     RequestProgress,
-    Resume,
-    SessionDone,
     SessionProgress,
     SessionRefused,
-    Source,
-    Token,
     Totals,
-    advance,
-    begin_phase,
     in_step,
     out_of_step,
-    parse_erased,
-    parse_generation_line,
-    parse_info,
-    parse_ready,
-    parse_session_end,
-    parse_tokens,
 )
 from childpipes import LEAVE_GRACE_S, ChildPipes
 from printable import one_line
-
-__all__ = [
-    "Busy",
-    "ChildError",
-    "Done",
-    "Ending",
-    "EngineChild",
-    "EngineGone",
-    "EngineRefused",
-    "FileGone",
-    "FileThere",
-    "Generation",
-    "GivenUp",
-    "ModelChanged",
-    "NotLoaded",
-    "PromptProgress",
-    "RequestFailed",
-    "Resume",
-    "SessionDone",
-    "SessionProgress",
-    "SessionRefused",
-    "Source",
-    "Token",
-    "parse_generation_line",
-]
 
 # Loading says nothing before READY, and a large model on a slow disk takes minutes.
 LOAD_LIMIT_S = 3600.0
 # A model file that changes while it is loaded is loaded again; one that changes each time cannot be used.
 LOAD_TRIES = 3
-VERBS = {"save": ("SAVE", "SAVED"), "restore": ("RESTORE", "RESTORED"), "autosave": ("AUTOSAVE", "SAVED")}
 # Failures after which the child is where it was: nothing was begun, or what was begun is over.
 UNHARMED = (Ending, EngineRefused, RequestFailed, GivenUp, FileGone, FileThere, ModelChanged, NotLoaded, SessionRefused)
 
@@ -109,10 +67,10 @@ class Generation:
     def stopped(self) -> bool:
         return self.given_up.is_set()
 
-    def put(self, event: Event | ChildError) -> None:
+    def put(self, event: verbs.Event | ChildError) -> None:
         self._events.put_nowait(event)
 
-    async def next_event(self, limit_s: float | None = None) -> Event | None:
+    async def next_event(self, limit_s: float | None = None) -> verbs.Event | None:
         """The next event, None when there was none for ``limit_s``; after Done there is no further one.
 
         Raises the ChildError that ended the request.
@@ -200,13 +158,13 @@ class EngineChild:
 
     # What takes the turn.
 
-    def generate(self, order: str, model: object = None) -> Generation:
+    def generate(self, line: str, model: object = None) -> Generation:
         """Queue a ``GEN`` line; a child that is not running is started for it.
 
         With ``model``, the line is for that state of the model file alone, else it ends with ModelChanged.
         """
         generation = Generation()
-        self._start_job(self._run_generation(generation, order, model))
+        self._start_job(self._run_generation(generation, line, model))
         return generation
 
     async def run_session(
@@ -216,7 +174,7 @@ class EngineChild:
         path: str,
         given_up: asyncio.Event | None = None,
         refusal: Callable[[], ChildError | None] = lambda: None,
-    ) -> SessionDone:
+    ) -> verbs.SessionDone:
         """Save to or restore from ``path``; once it has begun it goes on to its end, whoever goes.
 
         What ``refusal`` gives when the turn has come is raised. Raises NotLoaded, SessionRefused, EngineGone, and
@@ -257,7 +215,7 @@ class EngineChild:
             finally:
                 await self._end(LEAVE_GRACE_S)
 
-    async def autosave(self, filename: str, path: str) -> SessionDone:
+    async def autosave(self, filename: str, path: str) -> verbs.SessionDone:
         """Save what continues the file at ``path``, as the last work of a child that is being closed."""
         return await self._session_turn("autosave", filename, path)
 
@@ -369,21 +327,17 @@ class EngineChild:
 
     async def _read_start(self, pipes: ChildPipes) -> None:
         info: dict[str, str] = {}
-        while True:
-            line = await pipes.read_line(LOAD_LIMIT_S)
-            word, _, rest = line.partition(" ")
-            if word == "INFO":
-                info.update(parse_info(rest))
-            elif word == "READY":
-                break
-            elif word == "FATAL":
-                raise await self._gave_up(rest)
-            elif word in LOG_WORDS:
+        while (kind := verbs.kind_of(line := await pipes.read_line(LOAD_LIMIT_S))) is not verbs.Ready:
+            if kind is verbs.Info:
+                info |= {key: one_line(value) for key, value in verbs.read(line, verbs.Info).pairs.items()}
+            elif kind is verbs.Fatal:
+                raise await self._gave_up(line)
+            elif line.partition(" ")[0] in verbs.LOG_WORDS:
                 self._log(line)
             else:
                 raise EngineGone(f"the engine is out of step at its start: {line[:200]!r}")
         with in_step(line):
-            self.n_ctx, self.info = parse_ready(rest), info
+            self.n_ctx, self.info = verbs.read(line, verbs.Ready).n_ctx, info
         pipes.forget_words()
 
     async def _say(self, pipes: ChildPipes, line: str) -> None:
@@ -399,16 +353,15 @@ class EngineChild:
             # A line for the log is no sign of life: what was asked for has to come within the limit all the same.
             left_s = begun + limit_s - asyncio.get_running_loop().time()
             line = await pipes.read_line(max(left_s, 0.0), limit_s)
-            word, _, rest = line.partition(" ")
-            if word == "FATAL":
-                raise await self._gave_up(rest)
-            if word not in LOG_WORDS:
+            if verbs.kind_of(line) is verbs.Fatal:
+                raise await self._gave_up(line)
+            if line.partition(" ")[0] not in verbs.LOG_WORDS:
                 return line
             self._log(line)
 
-    async def _gave_up(self, reason: str) -> EngineGone:
+    async def _gave_up(self, line: str) -> EngineGone:
         await self._end(LEAVE_GRACE_S)
-        return EngineGone(f"the engine gave up: {one_line(reason)}")
+        return EngineGone(f"the engine gave up: {one_line(verbs.read(line, verbs.Fatal).reason)}")
 
     def _now_holds(self, n_tokens: int) -> None:
         self._n_held = n_tokens
@@ -424,7 +377,7 @@ class EngineChild:
         async with self._my_turn():
             await self._ready_pipes()
 
-    async def _run_generation(self, generation: Generation, order: str, model: object) -> None:
+    async def _run_generation(self, generation: Generation, line: str, model: object) -> None:
         try:
             async with self._my_turn(generation.given_up):
                 self._current = generation
@@ -433,10 +386,10 @@ class EngineChild:
                     raise GivenUp("the request was given up before its turn came")
                 if model is not None and model != self._model:
                     raise ModelChanged("the model file was replaced meanwhile: send the request again")
-                n_prompt = order.count(",", order.rindex(" ")) + 1
+                n_prompt, keeps = verbs.glance(line)
                 self.request = RequestProgress(running=True, n_prompt=n_prompt)
-                await self._say(pipes, order)
-                await self._read_generation(pipes, generation, keeps=" ckpt=0 " not in order)
+                await self._say(pipes, line)
+                await self._read_generation(pipes, generation, keeps=keeps)
         except ChildError as error:
             generation.put(error)
         except BaseException:
@@ -452,45 +405,43 @@ class EngineChild:
             while True:
                 line = await self._hear(pipes)
                 event = self._generation_event(line, begun=stopper is not None)
-                if isinstance(event, Resume) != (stopper is None):
+                if isinstance(event, verbs.Resume) != (stopper is None):
                     raise out_of_step(line, "RESUME comes first and once")
                 if stopper is None:
                     # Not before: a STOP that arrives ahead of its request is dropped as stale.
                     stopper = asyncio.create_task(self._pass_stop(pipes, generation))
-                if isinstance(event, Held):
+                if isinstance(event, verbs.Held):
                     held = event
-                if isinstance(event, Done):
+                if isinstance(event, verbs.Done):
                     self._count_generation(event)
                     if held or keeps:
                         self._now_holds(_held_after(event, held, generation))
-                if event is not None:
+                if not isinstance(event, verbs.Reused):  # which repeats what RESUME said
                     self.request.note(event)
                     generation.put(event)
-                if isinstance(event, Done):
+                if isinstance(event, verbs.Done):
                     return
         finally:
             if stopper:
                 stopper.cancel()
 
-    def _generation_event(self, line: str, *, begun: bool) -> Event | None:
-        word, _, rest = line.partition(" ")
-        if word == "ERR" and begun:
-            self._now_holds(0)
-            raise RequestFailed(one_line(rest))
-        if word == "ERR":
-            raise EngineRefused(one_line(rest))
+    def _generation_event(self, line: str, *, begun: bool) -> verbs.Event:
         with in_step(line):
-            return parse_generation_line(line)
+            event = verbs.read(line, *verbs.GENERATION, verbs.Refusal)
+        if not isinstance(event, verbs.Refusal):
+            return event
+        if begun:
+            self._now_holds(0)
+        raise (RequestFailed if begun else EngineRefused)(one_line(event.reason))
 
     async def _pass_stop(self, pipes: ChildPipes, generation: Generation) -> None:
         await generation.given_up.wait()
         # When the child cannot take it, the reader of its lines finds out how it ended.
         with contextlib.suppress(EngineGone):
             generation.told = True
-            keep = "" if generation.n_kept is None else f" {generation.n_kept}"
-            await pipes.write_line(f"STOP{keep}", self._silence_s)
+            await pipes.write_line(verbs.stop_line(generation.n_kept), self._silence_s)
 
-    def _count_generation(self, done: Done) -> None:
+    def _count_generation(self, done: verbs.Done) -> None:
         self.totals.n_prompt_read += done.n_prompt_read
         self.totals.prompt_ms += done.prompt_ms
         self.totals.n_generated += done.n_generated
@@ -504,20 +455,19 @@ class EngineChild:
         path: str,
         given_up: asyncio.Event | None,
         refusal: Callable[[], ChildError | None],
-    ) -> SessionDone:
+    ) -> verbs.SessionDone:
         async with self._my_turn(given_up):
             if error := refusal():
                 raise error
             return await self._session_turn(action, filename, path)
 
-    async def _session_turn(self, action: str, filename: str, path: str) -> SessionDone:
-        verb, success = VERBS[action]
-        pipes = self._loaded_pipes()
+    async def _session_turn(self, action: str, filename: str, path: str) -> verbs.SessionDone:
+        pipes, verb = self._loaded_pipes(), action.upper()
         self.progress = SessionProgress(action, filename)
         self._watch(self.progress)
         try:
             await self._say(pipes, f"{verb} {path}")
-            done = await self._read_session(pipes, self.progress, success)
+            done = await self._read_session(pipes, self.progress, verbs.TRANSFERS[verb])
         except ChildError:
             self.totals.n_session_failed += 1
             raise
@@ -531,55 +481,46 @@ class EngineChild:
             self.totals.n_saved += 1
         return done
 
-    async def _read_session(self, pipes: ChildPipes, progress: SessionProgress, success: str) -> SessionDone:
+    async def _read_session(self, pipes: ChildPipes, progress: SessionProgress, success: type) -> verbs.SessionDone:
         limit_s = self._silence_s
         while True:
             line = await self._hear(pipes, limit_s)
             limit_s = self._silence_s
-            word, _, rest = line.partition(" ")
             with in_step(line):
-                if word == "SWAIT":
-                    limit_s = max(limit_s, begin_phase(progress, rest))
-                elif word == "SESSION":
-                    advance(progress, rest)
-                else:
-                    return parse_session_end(line, success)
+                said = verbs.read(line, verbs.Phase, verbs.Moved, success, verbs.SessionRefusal)
+                if isinstance(said, verbs.SessionRefusal):
+                    raise SessionRefused(said.kind, said.published, one_line(said.reason))
+                if isinstance(said, success):
+                    return said
+                progress.note(said)
+            if isinstance(said, verbs.Phase):
+                limit_s = max(limit_s, said.allowance_s)
             self._watch(progress)
 
     async def _run_erase(self, given_up: asyncio.Event | None) -> int:
         async with self._my_turn(given_up):
-            pipes = self._loaded_pipes()
-            await self._say(pipes, "ERASE")
-            line = await self._hear(pipes)
-            n_erased = self._n_held
-            if line.startswith("ERR "):
-                # An engine without this verb: a new one holds nothing either.
-                await self._start()
-                return n_erased
-            with in_step(line):
-                n_erased = parse_erased(line)
+            erased = await self._ask(self._loaded_pipes(), "ERASE", verbs.Erased)
             self._now_holds(0)
-            return n_erased
+            return erased.n_tokens
 
     async def _run_held_tokens(self, given_up: asyncio.Event | None) -> list[int]:
         async with self._my_turn(given_up):
             if self.state != "ready":
                 return []
-            pipes = self._loaded_pipes()
-            await self._say(pipes, "TOKENS")
-            line = await self._hear(pipes)
-            word, _, rest = line.partition(" ")
-            if word == "ERR":
-                raise EngineRefused(one_line(rest))
-            if word != "TOKENS":
-                raise out_of_step(line, "not TOKENS")
-            try:
-                return await asyncio.to_thread(parse_tokens, rest)
-            except ValueError as error:
-                raise out_of_step(line, str(error)) from error
+            return (await self._ask(self._loaded_pipes(), "TOKENS", verbs.Tokens)).ids
+
+    async def _ask(self, pipes: ChildPipes, verb: str, success: type):
+        """The answer to a verb of one line; raises EngineRefused and EngineGone."""
+        await self._say(pipes, verb)
+        line = await self._hear(pipes)
+        with in_step(line):
+            answer = await asyncio.to_thread(verbs.read, line, success, verbs.Refusal)  # it may be a million ids
+        if isinstance(answer, verbs.Refusal):
+            raise EngineRefused(one_line(answer.reason))
+        return answer
 
 
-def _held_after(done: Done, held: Held | None, generation: Generation) -> int:
+def _held_after(done: verbs.Done, held: verbs.Held | None, generation: Generation) -> int:
     """Tokens held behind a request: as many as the child says, else what it read, and wrote but for its last token."""
     if held:
         n_held = held.n_tokens

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 
 import resources
-from generation import CHUNK, MARGIN, GenRequest, Resumed
+from generation import CHUNK, Resumed
 from kvcache import Cache, Snapshot
 from promptcache import LEAST_BRANCH, NOTHING, Checkpoints, Offer, Parked, ParkingLot, Timeline, best_offer
+from verbs import SPARE_CELLS, GenRequest
 from weights import ModelError
 
 MIB = 1 << 20
@@ -135,7 +136,7 @@ class Conversations:
 
         The floor that parking leaves free does not count: a short request takes little, and soon gives it back.
         """
-        n_tokens = len(request.prompt) + request.max_new + MARGIN
+        n_tokens = len(request.prompt) + request.max_new + SPARE_CELLS
         n_likely = min(n_tokens, len(request.prompt) + LONG_ANSWER)
         try:
             if self.engine.cache_bytes(n_likely) <= resources.available_bytes() // 2:

@@ -2,7 +2,7 @@
 
 It owns the story and the comparison; it knows the engine only as a child process that answers verbs. Invariant: it
 reports success only where the restored conversation was used in full and went on with the very tokens of one that never
-stopped. Read next: strata.py, which starts it; serveloop.py for the verbs.
+stopped. Read next: strata.py, which starts it; verbs.py for the lines.
 """
 
 import pathlib
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import verbs
 from declaration import TEXT
 from tokenizer import Tokenizer, TokenizerError
 
@@ -41,11 +42,11 @@ class Turn(NamedTuple):
     """One answered prompt."""
 
     ids: list[int]
-    reused: int
-    n_read: int
+    n_reused: int
+    n_prompt_read: int
     first_token_s: float
-    drafts_accepted: int
-    drafts_offered: int
+    n_drafts_accepted: int
+    n_drafts_offered: int
 
 
 class Transfer(NamedTuple):
@@ -127,7 +128,7 @@ def _tell(tokenizer: Tokenizer, stage: _Stage) -> Story:
         with stage.progress(f"reading {len(prompt):,} tokens") as show:
             cold = engine.generate(prompt, ANSWER_TOKENS, show)
         answer = tokenizer.decode(cold.ids, special=False)
-        stage.say(f"  read {cold.n_read:,} tokens, first token after {cold.first_token_s:.2f} s; it answers:")
+        stage.say(f"  read {cold.n_prompt_read:,} tokens, first token after {cold.first_token_s:.2f} s; it answers:")
         stage.console.print(f"  {answer.strip()}", style="italic", markup=False)
         with stage.progress("saving") as show:
             saved = engine.transfer("SAVE", "conversation.bin", show)
@@ -183,8 +184,8 @@ def _report(story: Story, console: Console) -> bool:
     table = Table(title="A long prompt, and the next turn after a restart")
     for column in ("", "read cold", "restored"):
         table.add_column(column, justify="right" if column else "left")
-    table.add_row("tokens read", f"{story.cold.n_read:,}", f"{story.after_restart.n_read:,}")
-    table.add_row("tokens reused", f"{story.cold.reused:,}", f"{story.after_restart.reused:,}")
+    table.add_row("tokens read", f"{story.cold.n_prompt_read:,}", f"{story.after_restart.n_prompt_read:,}")
+    table.add_row("tokens reused", f"{story.cold.n_reused:,}", f"{story.after_restart.n_reused:,}")
     table.add_row("seconds to the first token", f"{cold_s:.2f}", f"{restored_s:.2f}")
     table.add_row("  of these, RESTORE", "", f"{story.restored.seconds:.2f}")
     console.print(table)
@@ -192,15 +193,15 @@ def _report(story: Story, console: Console) -> bool:
     promises = {
         f"{cold_s / restored_s:.0f} times sooner after a restart than cold": restored_s < cold_s,
         f"all {story.saved.n_tokens:,} saved tokens restored and used": (
-            story.saved.n_tokens == story.restored.n_tokens == story.after_restart.reused
+            story.saved.n_tokens == story.restored.n_tokens == story.after_restart.n_reused
         ),
         f"the next {n_equal} greedy tokens equal those of the engine that never stopped": (
             story.after_restart.ids == story.never_stopped.ids
         ),
     }
-    if before.drafts_offered:
-        rate = f"{after.drafts_accepted} of {after.drafts_offered} drafts are accepted after the restart, as without it"
-        promises[rate] = before[-2:] == after[-2:]
+    if before.n_drafts_offered:
+        shown = f"{after.n_drafts_accepted} of {after.n_drafts_offered} drafts"
+        promises[f"{shown} are accepted after the restart, as without it"] = before[-2:] == after[-2:]
     for promise, held in promises.items():
         console.print(f"[green]yes[/]  {promise}" if held else f"[red]NO[/]   {promise}")
     return all(promises.values())
@@ -215,7 +216,7 @@ class Engine:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, encoding="utf-8", bufsize=1
         )
         try:
-            self.max_context = int(next(words[1] for words in self._answers("READY")))
+            self.max_context = next(self._answers(verbs.Ready)).n_ctx
         except BaseException:
             self._end(kill=True)
             raise
@@ -229,34 +230,27 @@ class Engine:
     def generate(self, ids: Sequence[int], max_new: int, show: Show) -> Turn:
         """Send a greedy GEN and read its answer."""
         start, first_token_s, tokens = time.perf_counter(), 0.0, []
-        self._send(f"GEN {max_new} {','.join(map(str, ids))}")
-        for words in self._answers("DONE", "T", "PP"):
-            match words[0]:
-                case "PP":
-                    show(int(words[1]), int(words[2]))
-                case "T":
+        self._send(verbs.gen_line(max_new, ids))
+        for said in self._answers(verbs.Done, verbs.Token, verbs.PromptProgress):
+            match said:
+                case verbs.PromptProgress(position, n_prompt):
+                    show(position, n_prompt)
+                case verbs.Token(token):
                     first_token_s = first_token_s or time.perf_counter() - start
-                    tokens.append(int(words[1]))
+                    tokens.append(token)
         if not tokens:
             raise DemoError("the engine answered without a token")
-        return Turn(
-            tokens,
-            reused=int(words[8]),
-            n_read=int(words[14]),
-            first_token_s=first_token_s,
-            drafts_accepted=int(words[6]),
-            drafts_offered=int(words[7]),
-        )
+        drafts = said.n_drafts_accepted, said.n_drafts_offered
+        return Turn(tokens, said.n_reused, said.n_prompt_read, first_token_s, *drafts)
 
     def transfer(self, verb: str, name: str, show: Show) -> Transfer:
         """SAVE or RESTORE a file of the engine's folder."""
         start = time.perf_counter()
         self._send(f"{verb} {name}")
-        done = {"SAVE": "SAVED", "RESTORE": "RESTORED"}[verb]
-        for words in self._answers(done, "SESSION"):
-            if words[0] == "SESSION":
-                show(int(words[1]), int(words[2]))
-        return Transfer(int(words[1]), int(words[2]), time.perf_counter() - start)
+        for said in self._answers(verbs.TRANSFERS[verb], verbs.Moved):
+            if isinstance(said, verbs.Moved):
+                show(*said)
+        return Transfer(said.n_tokens, said.size_bytes, time.perf_counter() - start)
 
     def _send(self, line: str) -> None:
         try:
@@ -265,15 +259,19 @@ class Engine:
         except BrokenPipeError:
             raise self._failure("the engine ended") from None
 
-    def _answers(self, last: str, *wanted: str) -> Iterator[list[str]]:
-        """The words of the wanted lines up to and with the last one; raises DemoError for a refusal or the end."""
-        for line in self._child.stdout:
-            words = line.split()
-            if words[0] in ("ERR", "SERR", "FATAL"):
-                raise DemoError(f"the engine answered: {line.strip()}")
-            if words[0] == last or words[0] in wanted:
-                yield words
-            if words[0] == last:
+    def _answers(self, last: type, *wanted: type) -> Iterator:
+        """The wanted records up to and with the last one; raises DemoError for a refusal or the end."""
+        for line in map(str.strip, self._child.stdout):
+            kind = verbs.kind_of(line)
+            if kind in (verbs.Refusal, verbs.SessionRefusal, verbs.Fatal):
+                raise DemoError(f"the engine answered: {line}")
+            try:
+                said = verbs.read(line, kind) if kind in (last, *wanted) else None
+            except ValueError as error:
+                raise DemoError(f"the engine is out of step: {line[:200]!r}: {error}") from error
+            if said:
+                yield said
+            if kind is last:
                 return
         raise self._failure("the engine ended")
 

@@ -23,7 +23,7 @@ from conversations import MIB, Conversations
 from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
-from generation import MARGIN, FatalError, Generation, GenRequest, RequestError
+from generation import FatalError, Generation
 from gguffile import GgufError, embedded_model
 from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
@@ -34,6 +34,7 @@ from promptcache import (
     common_start,
 )
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
+from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
 from weights import PAIRED_ROPE, ModelError, load_model
 
 VERSION = "0.1.0"  # part of every saved file's identity: another version may compute other bits
@@ -66,14 +67,6 @@ class EngineOptions:
     activations: str = "int8"
     expert_cache_mib: int = 0
     expert_profile_save: str | None = None
-
-
-class Outcome(NamedTuple):
-    """A finished save or restore."""
-
-    n_tokens: int
-    size_bytes: int
-    ms: float
 
 
 class Engine:
@@ -273,8 +266,8 @@ def _choose_window(asked: int | None, n_draft: int, log) -> int:
             log(f"--spec {asked} has no effect: this model has no draft layer")
         return 1
     window = 4 if asked is None else asked
-    if not 1 <= window <= MARGIN:
-        raise ModelError(f"--spec {window}: expected 1 to {MARGIN}")
+    if not 1 <= window <= SPARE_CELLS:
+        raise ModelError(f"--spec {window}: expected 1 to {SPARE_CELLS}")
     return window
 
 
@@ -359,21 +352,21 @@ class Session(Conversations):
         for name, ids in (("prompt", request.prompt), ("stop", np.array(sorted(request.stop)))):
             if len(ids) and (ids.min() < 0 or ids.max() >= engine.n_vocab):
                 raise RequestError(f"a {name} id is outside the vocabulary of {engine.n_vocab}")
-        if n_prompt + request.max_new + MARGIN > engine.max_context:
+        if n_prompt + request.max_new + SPARE_CELLS > engine.max_context:
             raise RequestError(
-                f"{n_prompt} prompt tokens + {request.max_new} new ones + {MARGIN} do not fit"
+                f"{n_prompt} prompt tokens + {request.max_new} new ones + {SPARE_CELLS} do not fit"
                 f" the context of {engine.max_context}"
             )
         return Generation(self, request, stopped).events()
 
     # --- files
 
-    def save(self, path: str, *, progress=None, phase=None) -> Outcome:
+    def save(self, path: str, *, progress=None, phase=None) -> SessionDone:
         """Write the latest conversation to `path`; changes nothing that is held. Raises SessionError."""
         self.settle()
         return self._write(path, self.held, progress, phase)
 
-    def autosave(self, path: str, *, progress=None, phase=None) -> Outcome:
+    def autosave(self, path: str, *, progress=None, phase=None) -> SessionDone:
         """Write what nobody has chosen: the longest conversation held, where the file's own is a start of it.
 
         Else the longest that continues the file's goes there and the longest of all beside it. Raises SessionError,
@@ -407,7 +400,7 @@ class Session(Conversations):
             raise SessionError("invalid", "not-continued", text)
         return ids
 
-    def _write(self, path: str, held: Timeline | Parked | None, progress, phase) -> Outcome:
+    def _write(self, path: str, held: Timeline | Parked | None, progress, phase) -> SessionDone:
         started = time.perf_counter()
         engine, shape = self.engine, self.cache.shape
         if not engine.options.prompt_cache:
@@ -429,7 +422,7 @@ class Session(Conversations):
             path, image, identity, sources, reserve_bytes=reserve_bytes, progress=progress, phase=phase, warn=engine.log
         )
         self._n_saves += 1
-        return Outcome(held.n_tokens, size_bytes, 1e3 * (time.perf_counter() - started))
+        return SessionDone(held.n_tokens, size_bytes, 1e3 * (time.perf_counter() - started))
 
     def _admit(self, need_bytes: int) -> str | None:
         """Why `need_bytes` of RAM cannot be had above the floor, or None."""
@@ -440,7 +433,7 @@ class Session(Conversations):
         need, free = -(-need_bytes // MIB), available // MIB
         return f"{need} MiB of RAM are needed above a floor of {floor} MiB, {free} MiB are available"
 
-    def restore(self, path: str, *, progress=None, phase=None) -> Outcome:
+    def restore(self, path: str, *, progress=None, phase=None) -> SessionDone:
         """Replace the live conversation and its checkpoints by those of a file; parked ones stay.
 
         Raises SessionError with everything as it was, or FatalError when a pool was already written.
@@ -468,7 +461,7 @@ class Session(Conversations):
             sessionstate.validate(reader.image, cache, engine.max_context, engine.n_vocab, bool(engine.cvec_digest))
             self._apply(reader, phase, report)
         self._n_restores += 1
-        return Outcome(cache.n_tokens, reader.size_bytes, 1e3 * (time.perf_counter() - started))
+        return SessionDone(cache.n_tokens, reader.size_bytes, 1e3 * (time.perf_counter() - started))
 
     def _apply(self, reader: SessionReader, phase, report) -> None:
         cache, image = self.cache, reader.image

@@ -1,8 +1,8 @@
 """One request on its way: the prompt read in chunks, then windows of one token and its drafts.
 
-It owns requests, their events, checkpoints taken on the way, drafts and the end of an answer; it knows no lines and no
-files, and a session only by what it is given. Invariant: between two events the cache holds a whole prefix of prompt
-and answer. Read next: engine.py for the session that resumes and keeps, model.py for a pass.
+It owns checkpoints taken on the way, drafts and the end of an answer; it knows no lines and no files, and a session
+only by what it is given. Invariant: between two events the cache holds a whole prefix of prompt and answer. Read next:
+engine.py for the session that resumes and keeps, model.py for a pass.
 """
 
 import os
@@ -14,17 +14,13 @@ import numpy as np
 
 from kvcache import Snapshot
 from promptcache import Offer, Timeline
-from sampling import NotFinite, SamplingOptions, choose
+from sampling import NotFinite, choose
+from verbs import SPARE_CELLS, Done, GenRequest, PromptProgress, Resume, Reused, Source, Token
 
 CHUNK = 512  # prompt tokens read between two looks at STOP
-MARGIN = 8  # cells kept free behind a request: the longest window of speculative decoding
 BEFORE_END = 16  # tokens that may follow what changes at the end of a message: a closing mark, the rest of a line
 NEAR = 16  # tokens: a checkpoint so close behind another one is not worth its bytes, a guess twice so close
 DRAFT_FLOOR = 0.3  # a draft less probable than this is not worth its place in a window
-
-
-class RequestError(Exception):
-    """A request that is refused; nothing has changed."""
 
 
 class RequestFailed(Exception):
@@ -33,65 +29,6 @@ class RequestFailed(Exception):
 
 class FatalError(Exception):
     """A restore that failed after a pool was written, or a device that failed in a request; the process must end."""
-
-
-class GenRequest(NamedTuple):
-    """One generation: prompt int32 [T], the most tokens to emit, and what ends or steers it."""
-
-    prompt: np.ndarray
-    max_new: int
-    sampling: SamplingOptions = SamplingOptions()
-    stop: frozenset[int] = frozenset()
-    checkpoint: bool = True  # False: nothing of this request is kept
-    steered: bool = True  # whether the control vector is added, where one was loaded
-    source: bool = False  # whether the request asks where its start came from
-
-
-class Resume(NamedTuple):
-    n_reused: int
-
-
-class PromptProgress(NamedTuple):
-    position: int
-    n_prompt: int
-    ms: float
-    tokens_per_s: float
-
-
-class Reused(NamedTuple):
-    n: int
-
-
-class Source(NamedTuple):
-    """Where the reused tokens came from, and how many the prompt has in common with anything held."""
-
-    source: str  # live, checkpoint, parked or none
-    n_tokens: int
-    diverged_at: int
-
-
-class Token(NamedTuple):
-    id: int
-
-
-class Done(NamedTuple):
-    """The result line of a request, fields in the order of the protocol."""
-
-    generated: int
-    n_prompt: int
-    prompt_ms: float
-    decode_ms: float
-    finish: str  # stop, length or cancel
-    drafts_accepted: int
-    drafts_offered: int
-    reused: int
-    cache_hits: int
-    cache_lookups: int
-    ram_blobs: int
-    file_blobs: int
-    file_mb: float
-    n_prompt_read: int
-    experts_over_pcie: int
 
 
 class Resumed(NamedTuple):
@@ -112,12 +49,12 @@ class Generation:
         self.stop_ids = self.engine.end_ids | request.stop
         seed = request.sampling.seed
         self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        self.context = np.empty(len(request.prompt) + request.max_new + MARGIN, np.int32)  # prompt, then the answer
+        self.context = np.empty(len(request.prompt) + request.max_new + SPARE_CELLS, np.int32)  # prompt, answer
         self.context[: len(request.prompt)] = request.prompt
         self.n_context = len(request.prompt)
         self.finish = ""
         self.residual = None  # [1, C, N] of the prompt's last token, the backend's array
-        self.drafts_accepted = self.drafts_offered = 0
+        self.n_drafts_accepted = self.n_drafts_offered = 0
         self.experts = self.engine.expert_counts
 
     @property
@@ -165,7 +102,7 @@ class Generation:
         hits, lookups, copied = (now - then for now, then in zip(self.engine.expert_counts, self.experts, strict=True))
         yield Done(
             self.n_generated, n_prompt, prompt_ms, 1e3 * (time.perf_counter() - started), self.finish,
-            self.drafts_accepted, self.drafts_offered, self.n_reused, hits, lookups, 0, 0, 0.0, n_read, copied,
+            self.n_drafts_accepted, self.n_drafts_offered, self.n_reused, hits, lookups, 0, 0, 0.0, n_read, copied,
         )  # fmt: skip
         self.engine.save_expert_profile(at_once=False)
 
@@ -247,8 +184,8 @@ class Generation:
             tokens = self._choices(self.model.logits(window.residual), drafts)
             self.model.commit(self.cache, window, len(tokens))
             self.engine.tokens_read(len(tokens))
-            self.drafts_offered += len(drafts)
-            self.drafts_accepted += len(tokens) - 1
+            self.n_drafts_offered += len(drafts)
+            self.n_drafts_accepted += len(tokens) - 1
             residual = window.residual[: len(tokens)]
             yield from self._emit(tokens)
         self._fill_draft(residual, self._successors(residual), first_cell)

@@ -28,28 +28,21 @@ import chatapi
 import webpage
 from bodyfields import ApiError, json_bytes
 from chatapi import AnswerReader, ChatDialect, Dialect, GenerationRequest, NativeDialect, TextDialect
-from childproc import (
+from childlines import (
     Busy,
     ChildError,
-    Done,
     Ending,
-    EngineChild,
     EngineGone,
     EngineRefused,
     FileGone,
     FileThere,
-    Generation,
     GivenUp,
     ModelChanged,
     NotLoaded,
-    PromptProgress,
     RequestFailed,
-    Resume,
-    SessionDone,
     SessionRefused,
-    Source,
-    Token,
 )
+from childproc import EngineChild, Generation
 from httpconversation import conversation
 from httpguard import Access, Guard, Json, OptionRefused, error_body, error_response, read_body, read_object
 from httpmodel import FileState, file_state, read_text
@@ -64,6 +57,7 @@ from textpool import Answer as TextAnswer
 from textpool import TextPool
 from textworker import request_of
 from tokenizer import Tokenizer, TokenizerError
+from verbs import Done, PromptProgress, Resume, SessionDone, Source, Token
 
 __all__ = [
     "Access",

@@ -14,7 +14,7 @@ import socket
 
 import uvicorn
 
-from childproc import ChildError
+from childlines import ChildError
 from httplimits import ACCEPT_BATCH, LimitedProtocol, Limits, LogHandler, OncePerMinute
 from printable import one_line
 from tokenizer import TokenizerError

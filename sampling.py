@@ -6,9 +6,9 @@ random number of a position is computed from seed and position, never drawn from
 engine.py.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
+
+from verbs import SamplingOptions
 
 
 class NotFinite(Exception):
@@ -16,30 +16,6 @@ class NotFinite(Exception):
 
     def __str__(self) -> str:
         return "the model's logits are not finite"
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are chosen; temperature 0 takes the most probable one (the lowest id of equals)."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None  # None: a fresh one for each request
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-
-    @property
-    def penalised(self) -> bool:
-        return self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the choice is the most probable token as it stands."""
-        return self.temperature <= 0 and not (self.penalised and self.repeat_last_n)
 
 
 def choose(logits: np.ndarray, context: np.ndarray, options: SamplingOptions, seed: int) -> int:

@@ -11,22 +11,13 @@ import secrets
 from collections.abc import Callable
 
 from bodyfields import BadField, number, optional, shown, whole
+from verbs import MAX_INT32, MAX_UINT64, REAL_KEYS, REFERENCE_KEYS
 
-MAX_SEED = 2**64 - 1
-MAX_COUNT = 2**31 - 1
 # Counts above this are no wish but a mistake; those up to it are cut down to what there is.
 MAX_WISH = 2**63 - 1
 MAX_STOPS = 64
-# The ranges of the GEN line; a request outside them is refused here, where the field has the client's name.
-RANGES = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repeat_penalty": (0.01, 100.0),
-    "presence_penalty": (-100.0, 100.0),
-    "frequency_penalty": (-100.0, 100.0),
-}
-SETTINGS = (*RANGES, "top_k", "repeat_last_n")
+# A request outside the ranges of the GEN line is refused here, where the field has the client's name.
+SETTINGS = (*REAL_KEYS, "top_k", "repeat_last_n")
 OTHER_NAMES = {"repetition_penalty": "repeat_penalty"}
 # As llama-server has them, for a model whose file names none.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
@@ -36,9 +27,7 @@ MODEL_NAMES = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
-    "penalty_repeat": "repeat_penalty",
-    "penalty_last_n": "repeat_last_n",
-}
+} | {name: REFERENCE_KEYS[name] for name in ("penalty_repeat", "penalty_last_n")}
 # The steps of the choice in the order that this engine keeps, and the settings with which each does nothing.
 STEPS = {
     "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
@@ -124,10 +113,10 @@ def read_sampling(body: dict, defaults: dict[str, float | int], n_ctx: int) -> d
     for given, name in (*OTHER_NAMES.items(), *zip(SETTINGS, SETTINGS, strict=True)):
         if body.get(given) is not None:
             keys[name] = _setting(given, body[given])
-    seed = -1 if body.get("seed") is None else whole("seed", body["seed"], -MAX_WISH, MAX_SEED)
+    seed = -1 if body.get("seed") is None else whole("seed", body["seed"], -MAX_WISH, MAX_UINT64)
     if keys["temperature"]:
         _keep_to_samplers(body, keys)
-        keys["seed"] = secrets.randbits(31) if seed == -1 else seed & MAX_SEED
+        keys["seed"] = secrets.randbits(31) if seed == -1 else seed & MAX_UINT64
     if "repeat_last_n" in keys:
         last = keys["repeat_last_n"]
         keys["repeat_last_n"] = n_ctx if last < 0 else min(last, n_ctx)
@@ -136,10 +125,10 @@ def read_sampling(body: dict, defaults: dict[str, float | int], n_ctx: int) -> d
 
 def _setting(name: str, value: object) -> float | int:
     if name == "top_k":
-        return min(max(whole(name, value, -MAX_WISH, MAX_WISH), 0), MAX_COUNT)
+        return min(max(whole(name, value, -MAX_WISH, MAX_WISH), 0), MAX_INT32)
     if name == "repeat_last_n":
         return max(whole(name, value, -MAX_WISH, MAX_WISH), -1)
-    return number(name, value, *RANGES[OTHER_NAMES.get(name, name)])
+    return number(name, value, *REAL_KEYS[OTHER_NAMES.get(name, name)])
 
 
 def _keep_to_samplers(body: dict, keys: dict[str, float | int]) -> None:

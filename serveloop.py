@@ -1,17 +1,15 @@
 """The stdin verbs: one command line in, its answer lines out, with STOP seen while a request runs.
 
-It owns the wire words of stdin and stdout, their order and their number formats; it knows nothing of HTTP, of text, nor
-of what a session holds. Invariant: every command gets exactly one terminal line, in the order of the commands, and
-nothing goes on after an error that may have left a wrong state. Read next: engine.py, which does what is asked here.
+It owns stdin and stdout, and which answer follows which command; it knows nothing of HTTP, of text, of how a line is
+spelled, nor of what a session holds. Invariant: every command gets exactly one terminal line, in the order of the
+commands, and nothing goes on after an error that may have left a wrong state. Read next: verbs.py for the lines,
+engine.py, which does what is asked here.
 """
 
 import contextlib
 import io
-import json
-import math
 import os
 import queue
-import re
 import signal
 import sys
 import threading
@@ -21,42 +19,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import numpy as np
-
+import verbs
 from engine import Engine, EngineOptions, Session
-from generation import (
-    Done,
-    FatalError,
-    GenRequest,
-    PromptProgress,
-    RequestError,
-    RequestFailed,
-    Resume,
-    Reused,
-    Source,
-    Token,
-)
-from sampling import SamplingOptions
+from generation import FatalError, RequestFailed
 from sessionfile import SessionError
 from sessionfolder import sweep
+from verbs import RequestError, line_of
 
 MAX_LINE_BYTES = 64 << 20  # nine million ids; a longer line is a mistake, and must not cost memory
 MAX_READ_AHEAD_BYTES = 64 << 20  # of commands that wait; beyond it the writer has to wait, and a STOP with it
 COMMAND_BYTES = 256  # a waiting command costs about so much beside its line
-TRANSFERS = (b"SAVE", b"AUTOSAVE", b"RESTORE")  # a refusal of these is SERR, as every failure of theirs
 READ_BYTES = 1 << 16  # what a pipe of Linux holds
-MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
-MAX_ALLOWANCE_S = 3600
-MIN_ALLOWANCE_S = 60
-
-GEN_FORM = "GEN <max_new>[ key=value]... <ids>"
-EXPECTED = (
-    f"expected: {GEN_FORM} | SAVE <path> | AUTOSAVE <path> | RESTORE <path> | ERASE | STOP [<n>] | TOKENS | STATS |"
-    " QUIT"
-)
+VERB_BYTES = 16  # the start of a line that any verb is in
+EXPECTED = f"expected: {' | '.join(verbs.VERBS.values())}"
 TERMINAL_NOTE = (
-    "stdin is a terminal: verbs are read here, one a line (GEN, SAVE, AUTOSAVE, RESTORE, ERASE, STOP, TOKENS, STATS,"
-    " QUIT);"
+    f"stdin is a terminal: verbs are read here, one a line ({', '.join(verbs.VERBS)});"
     " --http PORT starts the HTTP front"
 )
 
@@ -82,8 +59,8 @@ def serve(
         session.warm_up()
         try:
             for key, value in session.info().items():
-                answers.line(f"INFO {key}={_word(value)}")
-            answers.line(f"READY {engine.max_context} stop")
+                answers.line(line_of(verbs.Info({key: value})))
+            answers.line(line_of(verbs.Ready(engine.max_context)))
             if stdin.isatty():
                 log(TERMINAL_NOTE)
             return Loop(session, stdin, answers, log, slot_save_path=options.slot_save_path).run()
@@ -143,14 +120,15 @@ class Loop:
                 try:
                     answer = self._carry_out(command)
                 except RequestError as error:
-                    answer = f"SERR invalid 0 {error}" if command.verb in TRANSFERS else f"ERR {error}"
+                    text, moves = str(error), command.verb in verbs.TRANSFERS  # whose failures are SERR
+                    answer = line_of(verbs.SessionRefusal("invalid", False, text) if moves else verbs.Refusal(text))
                 except RequestFailed as error:
-                    answer = f"ERR {error}"
+                    answer = line_of(verbs.Refusal(str(error)))
                 except Exception as error:  # the state may be wrong, so nothing goes on
                     self._log(traceback.format_exc())
                     reason = error if isinstance(error, FatalError) else f"internal: {type(error).__name__}: {error}"
-                    word = "ERR" if command.verb == b"GEN" else "FATAL"  # whoever reads an answer knows no FATAL
-                    self._answer(command, f"{word} {reason}")
+                    last = verbs.Refusal if command.verb == "GEN" else verbs.Fatal  # who reads an answer knows no FATAL
+                    self._answer(command, line_of(last(str(reason))))
                     return 1
                 if answer is None:
                     break
@@ -172,31 +150,27 @@ class Loop:
         """The terminal line of one command, None for QUIT, "" for a STOP; raises RequestError where it is refused."""
         if command.line is None:
             raise RequestError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB and was skipped")
-        try:
-            command.line.decode()
-        except UnicodeDecodeError as error:
-            raise RequestError(f"the line is not UTF-8: byte {error.start} of it, {error.reason}") from None
-        _, space, rest = command.line.partition(b" ")
-        match command.verb:
-            case b"GEN":
-                return self._generate(command, parse_gen(rest))
-            case b"SAVE" | b"AUTOSAVE" | b"RESTORE" as verb:
-                return self._transfer(verb.decode(), self._path(verb.decode(), rest, whole=command.ended))
-            case b"STOP" if (n_answer := _stop_count(command.line)) is not None:
+        verb, (_, space, rest) = command.verb, command.line.partition(b" ")
+        if verb == "GEN":
+            return self._generate(command, verbs.parse_gen(rest))
+        verbs.check_utf8(command.line)
+        if verb in verbs.TRANSFERS:
+            return self._transfer(verb, self._path(verb, rest, whole=command.ended))
+        match verb:
+            case "STOP" if (n_answer := verbs.stop_count(command.line)) is not None:
                 self._session.keep(n_answer)
                 return ""  # as a STOP in time, it has no line of its own
-            case b"TOKENS" if not space:
-                held = self._session.held_ids()
-                return f"TOKENS {len(held)} {','.join(map(str, held.tolist()))}".rstrip()
-            case b"ERASE" if not space:
-                return f"ERASED {self._session.erase()}"
-            case b"STATS" if not space:
-                return f"STATS {json.dumps(self._session.stats())}"
-            case b"QUIT" if not space:
+            case "TOKENS" if not space:
+                return line_of(verbs.Tokens(self._session.held_ids().tolist()))
+            case "ERASE" if not space:
+                return line_of(verbs.Erased(self._session.erase()))
+            case "STATS" if not space:
+                return line_of(verbs.Stats(self._session.stats()))
+            case "QUIT" if not space:
                 return None
-        raise RequestError(f"{EXPECTED}; got {_quoted(command.line)}")
+        raise RequestError(f"{EXPECTED}; got {verbs.quoted(command.line)}")
 
-    def _generate(self, command: "Command", request: GenRequest) -> str:
+    def _generate(self, command: "Command", request: verbs.GenRequest) -> str:
         """Write the lines of a running request and return its DONE."""
 
         def stopped() -> bool:
@@ -206,10 +180,12 @@ class Loop:
         try:
             for event in self._session.generate(request, stopped):
                 started = True
-                if isinstance(event, Done):
+                if isinstance(event, verbs.Done):
                     done = event  # not written before the session has ended its work on the request
+                elif isinstance(event, verbs.GENERATION):
+                    self._answers.line(line_of(event))
                 else:
-                    self._answers.line(_event_line(event))
+                    raise FatalError(f"internal: unknown event {event!r}")
         except RequestError as error:
             if started:
                 raise FatalError(f"internal: refused while it ran: {error}") from error
@@ -220,8 +196,8 @@ class Loop:
         if command.n_kept is not None:
             self._session.keep(command.n_kept)
         if request.source:
-            self._answers.line(f"HELD {self._session.n_tokens}")
-        return _done_line(done)
+            self._answers.line(line_of(verbs.Held(self._session.n_tokens)))
+        return line_of(done)
 
     def _path(self, verb: str, path: bytes, *, whole: bool) -> str:
         """The file that such a verb names; its bytes are kept, whatever the locale's encoding."""
@@ -237,23 +213,17 @@ class Loop:
         """SAVE, AUTOSAVE or RESTORE; a closed stdout does not stop it, as its progress lines are then dropped."""
         session = self._session
         actions = {"SAVE": session.save, "AUTOSAVE": session.autosave, "RESTORE": session.restore}
-        word = "RESTORED" if verb == "RESTORE" else "SAVED"
         try:
-            outcome = actions[verb](path, progress=self._session_line, phase=self._wait_line)
+            done = actions[verb](path, progress=self._session_line, phase=self._wait_line)
         except SessionError as error:
-            return f"SERR {error.kind} {int(error.published)} {error}"
-        return f"{word} {outcome.n_tokens} {outcome.size_bytes} {outcome.ms:.1f}"
+            return line_of(verbs.SessionRefusal(error.kind, error.published, str(error)))
+        return line_of(verbs.TRANSFERS[verb](*done))
 
     def _session_line(self, done_bytes: int, total_bytes: int) -> None:
-        self._answers.line(f"SESSION {done_bytes} {total_bytes}")
+        self._answers.line(line_of(verbs.Moved(done_bytes, total_bytes)))
 
     def _wait_line(self, phase: str, size_bytes: int) -> None:
-        self._answers.line(f"SWAIT {phase} {allowance_s(size_bytes)}")
-
-
-def allowance_s(size_bytes: int) -> int:
-    """How long a step over so many bytes may be silent: a minute, and a second for every 4 MiB, at most an hour."""
-    return min(MAX_ALLOWANCE_S, MIN_ALLOWANCE_S + (size_bytes >> 22))
+        self._answers.line(line_of(verbs.Phase(phase, verbs.allowance_s(size_bytes))))
 
 
 @contextlib.contextmanager
@@ -296,35 +266,6 @@ class Answers:
             self.closed = True
 
 
-def _word(text: str) -> str:
-    """A value of an INFO line: without what would end it, or move a terminal's cursor."""
-    return "".join(char if char.isprintable() and not char.isspace() else "_" for char in text)
-
-
-def _event_line(event: Resume | PromptProgress | Reused | Source | Token) -> str:
-    """What is written while a request runs; Python's formats write a dot whatever the locale."""
-    match event:
-        case Token(token):
-            return f"T {token}"
-        case PromptProgress(position, n_prompt, ms, tokens_per_s):
-            return f"PP {position} {n_prompt} {ms:.1f} {tokens_per_s:.1f}"
-        case Resume(n_reused):
-            return f"RESUME {n_reused}"
-        case Reused(n_reused):
-            return f"REUSED {n_reused}"
-        case Source(source, n_tokens, diverged_at):
-            return f"SOURCE {source} {n_tokens} {diverged_at}"
-    raise FatalError(f"internal: unknown event {event!r}")
-
-
-def _done_line(done: Done) -> str:
-    return (
-        f"DONE {done.generated} {done.n_prompt} {done.prompt_ms:.1f} {done.decode_ms:.1f} {done.finish}"
-        f" {done.drafts_accepted} {done.drafts_offered} {done.reused} {done.cache_hits} {done.cache_lookups}"
-        f" {done.ram_blobs} {done.file_blobs} {done.file_mb:.1f} {done.n_prompt_read} {done.experts_over_pcie}"
-    )
-
-
 # --- Commands ---
 
 
@@ -338,8 +279,8 @@ class Command:
     n_kept: int | None = None  # tokens of the answer that the STOP wants kept, None for all
 
     @property
-    def verb(self) -> bytes:
-        return (self.line or b"").partition(b" ")[0]
+    def verb(self) -> str:
+        return (self.line or b"")[:VERB_BYTES].partition(b" ")[0].decode("utf-8", "replace")
 
     @property
     def size_bytes(self) -> int:
@@ -443,7 +384,7 @@ class Commands:
 
     def _take(self, command: Command) -> None:
         with self._changed:
-            n_kept = _stop_count(command.line)
+            n_kept = verbs.stop_count(command.line)
             if command.line == b"STOP" or (n_kept is not None and self._unfinished):
                 if self._unfinished:
                     self._unfinished[0].stopped, self._unfinished[0].n_kept = True, n_kept
@@ -453,104 +394,3 @@ class Commands:
             if command.line is not None and command.line.startswith(b"GEN "):
                 self._unfinished.append(command)
         self._ready.put(command)
-
-
-def _stop_count(line: bytes | None) -> int | None:
-    """The tokens of the answer that a `STOP <n>` keeps; None for any other line."""
-    match = re.fullmatch(rb"STOP ([0-9]{1,10})", line or b"")
-    return int(match[1]) if match else None
-
-
-# --- The GEN line ---
-
-
-def parse_gen(text: bytes) -> GenRequest:
-    """The request in a GEN line, from behind the first space; raises RequestError with what is wrong in it."""
-    max_new, _, rest = text.partition(b" ")
-    values, ids_at = {}, 0
-    while match := _KEY.match(rest, ids_at):
-        key, value = match[1].decode(), match[2]
-        if key in _KEYS:
-            convert, *limits = _KEYS[key]
-            values[_REFERENCE_KEYS.get(key, key)] = convert(key, value, *limits)
-        ids_at = match.end()
-    if not max_new or not rest[ids_at:].strip(b" "):
-        raise RequestError(f"expected: {GEN_FORM}")
-    return GenRequest(
-        max_new=_whole("max_new", max_new, 0, MAX_INT32),
-        stop=frozenset(values.pop("stop", ())),
-        checkpoint=bool(values.pop("ckpt", 1)),
-        steered=bool(values.pop("cvec", 1)),
-        source=bool(values.pop("source", 0)),
-        sampling=SamplingOptions(**values),
-        prompt=_ids("ids", rest[ids_at:]),
-    )
-
-
-def _ids(name: str, text: bytes) -> np.ndarray:
-    """Token ids separated by one comma or by spaces, as int32; a million of them take a quarter of a second."""
-    if bad := _NOT_IN_IDS.search(text):
-        start = max(text.rfind(b",", 0, bad.start()), text.rfind(b" ", 0, bad.start())) + 1
-        piece = re.split(rb"[, ]", text[start : bad.end() + 40], maxsplit=1)[0]
-        raise RequestError(f"{name}: {_quoted(piece)} is not a token id, a decimal number")
-    if empty := _EMPTY_ID.search(text):
-        raise RequestError(f"{name}: a token id is missing at character {empty.start() + 1} of the list")
-    ids = np.fromstring(text.replace(b",", b" "), dtype=np.int64, sep=" ")  # saturates at 2^63-1
-    if ids.max() > MAX_INT32:
-        raise RequestError(f"{name}: a token id is above {MAX_INT32}, so it is in no vocabulary")
-    return ids.astype(np.int32)
-
-
-def _stop_ids(name: str, text: bytes) -> list[int]:
-    return _ids(name, text).tolist()
-
-
-def _whole(name: str, text: bytes, low: int, high: int) -> int:
-    if not (_WHOLE.fullmatch(text) and low <= int(text) <= high):
-        raise RequestError(f"{name}: {_quoted(text)} is not a whole number from {low} to {high}")
-    return int(text)
-
-
-def _number(name: str, text: bytes, low: float, high: float) -> float:
-    value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    if not low <= value <= high:
-        raise RequestError(f"{name}: {_quoted(text)} is not a number from {low} to {high}")
-    return value
-
-
-def _quoted(text: bytes) -> str:
-    """A piece of input as an error line shows it: printable, and short."""
-    shown = repr(text[:40].decode("utf-8", "replace"))
-    return shown if len(text) <= 40 else f"{shown}..."
-
-
-_KEY = re.compile(rb" *([A-Za-z_][A-Za-z0-9_.-]*)=([^ ]*)")
-_NOT_IN_IDS = re.compile(rb"[^0-9, ]")
-_EMPTY_ID = re.compile(rb"(?:^|,) *(?:,|$)")
-_WHOLE = re.compile(rb"[0-9]{1,20}")
-_NUMBER = re.compile(rb"[+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:[eE][+-]?[0-9]{1,3})?")
-
-# The keys of a GEN line: how the value is read, and the limits of its range. Others are skipped.
-_KEYS = {
-    "temperature": (_number, 0.0, 100.0),
-    "top_p": (_number, 0.0, 1.0),
-    "top_k": (_whole, 0, MAX_INT32),
-    "min_p": (_number, 0.0, 1.0),
-    "seed": (_whole, 0, MAX_UINT64),
-    "repeat_penalty": (_number, 0.01, 100.0),
-    "repeat_last_n": (_whole, 0, MAX_INT32),
-    "presence_penalty": (_number, -100.0, 100.0),
-    "frequency_penalty": (_number, -100.0, 100.0),
-    "ckpt": (_whole, 0, 1),
-    "cvec": (_whole, 0, 1),
-    "source": (_whole, 0, 1),
-    "stop": (_stop_ids,),
-}
-# How the reference engine's server spells some of them.
-_REFERENCE_KEYS = {
-    "penalty_repeat": "repeat_penalty",
-    "penalty_freq": "frequency_penalty",
-    "penalty_present": "presence_penalty",
-    "penalty_last_n": "repeat_last_n",
-}
-_KEYS |= {theirs: _KEYS[ours] for theirs, ours in _REFERENCE_KEYS.items()}

@@ -269,11 +269,6 @@ def save_peak_bytes(checkpoint_bytes: int, state_bytes: int, n_tokens: int, n_im
     return min(BLOCK_BYTES + MIB + records + layers, OPEN)
 
 
-def phase_allowance_s(size_bytes: int) -> int:
-    """How long one blocking step over so many bytes may stay silent."""
-    return min(3600, 60 + min(size_bytes >> 22, 3600))
-
-
 def deepest(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """The checkpoint that a save takes: most tokens, the first of equals, among the pinned ones if there are any."""
     pinned = [checkpoint for checkpoint in checkpoints if checkpoint.pinned]

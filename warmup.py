@@ -15,9 +15,9 @@ import numpy as np
 from numba.core import event
 
 from engine import Engine, EngineOptions, Session
-from generation import GenRequest
 from jit import KERNELS
 from sessionfile import SessionError
+from verbs import GenRequest
 
 
 class CacheError(Exception):

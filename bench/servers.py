@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import demo
+import verbs
 
 START_S = 120  # for a model to be read and the server to warm up
 END_S = 30
@@ -87,19 +88,18 @@ class Strata(demo.Engine):
     def turn(self, ids: Sequence[int], n_new: int, n_reused: int | None = None) -> Turn:
         """Answer a prompt of which `n_reused` tokens are held, or any number."""
         started, tokens = time.perf_counter(), []
-        self._send(f"GEN {n_new} {','.join(map(str, ids))}")
-        for words in self._answers("DONE", "T"):
-            if words[0] == "T":
-                tokens.append(int(words[1]))
+        self._send(verbs.gen_line(n_new, ids))
+        for said in self._answers(verbs.Done, verbs.Token):
+            if isinstance(said, verbs.Token):
+                tokens.append(said.id)
         seconds = time.perf_counter() - started
-        turn = Turn(tokens, int(words[8]), seconds, float(words[3]) / 1e3, float(words[4]) / 1e3)
+        turn = Turn(tokens, said.n_reused, seconds, said.prompt_ms / 1e3, said.decode_ms / 1e3)
         return _checked(self, turn, n_new, n_reused)
 
     def erase(self) -> None:
         """Hold nothing."""
         self._send("ERASE")
-        for _ in self._answers("ERASED"):
-            pass
+        next(self._answers(verbs.Erased))
 
     def save(self, name: str) -> float:
         """Seconds of writing what is held."""

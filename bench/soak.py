@@ -23,8 +23,8 @@ import numpy as np
 import psutil
 
 from engine import Engine, EngineOptions, Session
-from generation import GenRequest, RequestError, Token
 from sessionfile import SessionError
+from verbs import GenRequest, RequestError, Token
 
 CONTEXT = 256
 N_NEW = 6

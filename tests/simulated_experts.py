@@ -280,7 +280,7 @@ def test_an_answer_has_the_same_bits_wherever_experts_lie(
         session = new_session(name)
         reply = ask(session, ids(n_prompt), 3)
         replies.append((reply.tokens, held(session)))
-        moved = reply.done.experts_over_pcie
+        moved = reply.done.n_experts_over_pcie
         assert moved == session.engine.experts.n_copied
         assert (moved > 0) == (n_slots in (1, 2))
     assert all(reply == replies[0] for reply in replies)
@@ -309,7 +309,7 @@ def test_a_session_counts_from_its_first_request(slots, products_of_experts):
     assert not session.engine.experts.layers[0].uses.any()
     done = ask(session, ids(4), 2).done
     uses = session.engine.experts.layers[0].uses
-    assert uses.sum() == 2 * (4 + done.generated - 1)  # two experts a token; the last one is never read
+    assert uses.sum() == 2 * (4 + done.n_generated - 1)  # two experts a token; the last one is never read
 
 
 def test_a_profile_is_learned_and_used(slots, tmp_path, products_of_experts):

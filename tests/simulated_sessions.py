@@ -106,8 +106,8 @@ def test_a_saved_conversation_goes_on_bitwise(mode, tmp_path, products_of_the_cp
     turn = next_turn(prompt, reply, 3, 2)
     first, second = ask(through, turn, 2), ask(restarted, turn, 2)
     assert (second.tokens, second.reused) == (first.tokens, first.reused) == (first.tokens, saved.n_tokens)
-    assert (second.done.drafts_offered, second.done.drafts_accepted) == (
-        first.done.drafts_offered, first.done.drafts_accepted,
+    assert (second.done.n_drafts_offered, second.done.n_drafts_accepted) == (
+        first.done.n_drafts_offered, first.done.n_drafts_accepted,
     )  # fmt: skip
     assert held(restarted) == held(through)
 

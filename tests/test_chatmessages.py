@@ -7,9 +7,9 @@ import pytest
 
 import chatapi
 from bodyfields import ApiError
-from childproc import Done
 from runningfront import TEMPLATE, write_tokenizer_model
 from tokenizer import Tokenizer
+from verbs import Done
 
 N_CTX = 4096
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -115,9 +115,9 @@ def test_the_next_prompt_continues_the_held_ids(tmp_path, ended):
     assert len(TOKENS) > max(ids)
 
 
-TURN = demo.Turn([5, 6, 7], reused=0, n_read=2000, first_token_s=20.0, drafts_accepted=0, drafts_offered=0)
-NEXT = demo.Turn([8, 9], reused=2002, n_read=20, first_token_s=0.5, drafts_accepted=0, drafts_offered=0)
-DRAFTS = NEXT._replace(drafts_accepted=3, drafts_offered=5)
+TURN = demo.Turn([5, 6, 7], 0, 2000, first_token_s=20.0, n_drafts_accepted=0, n_drafts_offered=0)
+NEXT = demo.Turn([8, 9], 2002, 20, first_token_s=0.5, n_drafts_accepted=0, n_drafts_offered=0)
+DRAFTS = NEXT._replace(n_drafts_accepted=3, n_drafts_offered=5)
 FILE = demo.Transfer(2002, 9_000_000, 0.5)
 
 
@@ -126,9 +126,9 @@ FILE = demo.Transfer(2002, 9_000_000, 0.5)
     [
         ({}, True),
         ({"after_restart": NEXT._replace(ids=[8, 10])}, False),
-        ({"after_restart": NEXT._replace(reused=2001)}, False),
+        ({"after_restart": NEXT._replace(n_reused=2001)}, False),
         ({"never_stopped": DRAFTS, "after_restart": DRAFTS}, True),
-        ({"never_stopped": DRAFTS, "after_restart": DRAFTS._replace(drafts_accepted=2)}, False),
+        ({"never_stopped": DRAFTS, "after_restart": DRAFTS._replace(n_drafts_accepted=2)}, False),
         ({"restored": FILE._replace(n_tokens=2001)}, False),
         ({"restored": FILE._replace(seconds=20.0)}, False),
     ],

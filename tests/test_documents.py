@@ -1,6 +1,7 @@
-"""The manual pages and the README say what the code does: options, exit codes, every byte of the session file."""
+"""The manual pages and the README say what the code does: options, exit codes, bytes of session files, verbs."""
 
 import argparse
+import inspect
 import pathlib
 import re
 import struct
@@ -11,13 +12,16 @@ import tomllib
 import pytest
 
 import engine
+import serveloop
 import sessionlayout as layout
 import strata
+import verbs
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "man/strata.1").read_text()
 FORMAT_PAGE = (ROOT / "man/strata-session.5").read_text()
+VERBS_PAGE = (ROOT / "man/strata-verbs.5").read_text()
 TYPE_OF = {"Q": "u64", "q": "i64", "I": "u32", "i": "i32", "s": "bytes"}
 
 
@@ -108,9 +112,9 @@ def test_the_readme_lists_the_modules_of_the_wheel():
 # --- strata-session.5 against sessionlayout.py ---
 
 
-def table(section: str) -> list[list[str]]:
+def table(section: str, page: str = FORMAT_PAGE) -> list[list[str]]:
     """The rows of the first table in a section, below its heading."""
-    text = FORMAT_PAGE.split(f".SS {section}\n")[1]
+    text = page.split(f".SS {section}\n")[1]
     rows = text.split(".TS\n")[1].split("\n.TE")[0].splitlines()[3:]
     return [[cell.replace("\\&", "").replace("\\-", "-") for cell in row.split("|")] for row in rows]
 
@@ -169,9 +173,72 @@ def test_trailer_table():
     ]
 
 
+def test_kinds_of_refusals():
+    listed = FORMAT_PAGE.split("one of these words:\n")[1].split("A restore reads")[0]
+    assert tuple(re.findall(r"\.BR (\w+)", listed)) == verbs.ERROR_KINDS
+
+
 def test_numbers_in_the_text():
     assert f"The file's size less {layout.FRAME_BYTES}." in FORMAT_PAGE
     assert f"for checkpoints, {layout.MIN_CHECKPOINT_BYTES} bytes" in FORMAT_PAGE.replace("\n", " ")
     for mark, name in ((layout.START_MARK, "STRSESS"), (layout.END_MARK, "STRSEND")):
         assert mark == name.encode() + b"\x01"
         assert f"seven characters {name}" in FORMAT_PAGE
+
+
+# --- strata-verbs.5 against verbs.py ---
+
+
+def test_every_verb_has_its_form_in_the_page():
+    commands = VERBS_PAGE.split(".SH COMMANDS\n")[1].split(".SS ")[0]
+    assert re.findall(r"^\.TP\n\.B (.*)$", commands, re.MULTILINE) == list(verbs.VERBS.values())
+    assert all(re.search(rf"^\.BI? \"?{verb}|^\.BR {verb}", PAGE, re.MULTILINE) for verb in verbs.VERBS)
+
+
+def test_every_line_has_its_fields_in_the_page():
+    sections = re.findall(r"^\.SS (.*)$", VERBS_PAGE, re.MULTILINE)
+    assert sections == ["Keys", *verbs.RECORDS]
+    for word, record in verbs.RECORDS.items():
+        rows = [row[:2] for row in table(word, VERBS_PAGE)]
+        assert rows == [[name, kind.name] for name, kind in zip(record._fields, verbs.KINDS[record], strict=True)]
+
+
+def test_every_key_has_its_range_and_default_in_the_page():
+    defaults = vars(verbs.SamplingOptions()) | {"seed": "random", "stop": "none"}
+    defaults |= {key: int(verbs.GenRequest._field_defaults[field]) for key, field in verbs.SWITCHES.items()}
+    ranges = [(name, "number", *limits) for name, limits in verbs.REAL_KEYS.items()]
+    ranges += [(name, "whole", *limits) for name, limits in verbs.WHOLE_KEYS.items()]
+    ranges += [("stop", "ids", 0, verbs.MAX_INT32)]
+    expected = [[name, kind, *(str(end).removesuffix(".0") for end in (low, high, defaults[name]))]
+                for name, kind, low, high in ranges]  # fmt: skip
+    assert table("Keys", VERBS_PAGE) == expected
+    second = VERBS_PAGE.split("second spelling:\n")[1].split("\n.TE")[0].splitlines()[4:]
+    assert dict(row.split("|") for row in second) == verbs.REFERENCE_KEYS
+
+
+def test_what_the_verbs_page_lists_is_what_there_is():
+    text = plain(VERBS_PAGE).replace("\n", " ")
+    info = re.findall(r'"(\w+)":', inspect.getsource(engine.Engine.info))
+    stats = re.findall(r'^ {12}"(\w+)":', inspect.getsource(engine.Session.stats), re.MULTILINE)
+    phases = {phase for path in ROOT.glob("*.py") for phase in re.findall(r'\bphase\("(\w+)"', path.read_text())}
+    assert f"The keys: {', '.join(info)}." in text
+    assert f"Its keys: {', '.join(stats)}." in text
+    assert set(re.search(r"The steps: ([a-z, ]*)\.", text)[1].split(", ")) == phases
+    assert f"more than {serveloop.MAX_LINE_BYTES >> 20} MiB" in text
+    assert f"and {verbs.SPARE_CELLS} spare cells" in text
+    assert f"0 to {verbs.MAX_INT32}." in text
+    assert f"is {verbs.MIN_ALLOWANCE_S} s and one more for every 4 MiB, at most {verbs.MAX_ALLOWANCE_S} s." in text
+    assert f"A count from 1 to {verbs.MAX_ALLOWANCE_S}." in text
+    assert all(word in text for word in (*verbs.SOURCES, *verbs.FINISHES, *verbs.ERROR_KINDS, *verbs.LOG_WORDS))
+
+
+def test_the_example_in_the_verbs_page_is_one_that_both_sides_read():
+    gen, *answers = VERBS_PAGE.split(".nf\n")[1].split("\n.fi")[0].splitlines()
+    assert verbs.parse_gen(gen.removeprefix("GEN ").encode()).max_new == 2
+    assert all(verbs.line_of(verbs.read(line, *verbs.GENERATION)) == line for line in answers)
+
+
+def test_every_manual_page_goes_into_the_wheel():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    listed = {name for names in data.values() for name in names if name.startswith("man/")}
+    assert listed == {f"man/{path.name}" for path in (ROOT / "man").glob("*.[15]")}

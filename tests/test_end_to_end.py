@@ -13,6 +13,7 @@ import pytest
 
 from sessionfile import verify_session
 from tinyengine import MODELS, ask, ids, joined, new_session, tree
+from verbs import TERMINAL_WORDS
 
 STRATA = pathlib.Path(__file__).parent.parent / "strata.py"
 QUICK = ["--backend=cpu", "--threads=1", "--session-min-free-mib=0", "--conversation-cache-min-free-mib=0"]
@@ -35,8 +36,7 @@ class Talk(NamedTuple):
     @property
     def terminal(self) -> list[str]:
         """The last line of every command."""
-        words = ("DONE", "ERR", "SAVED", "RESTORED", "SERR", "FATAL", "STATS")
-        return [line for line in self.lines if line.split()[0] in words]
+        return [line for line in self.lines if line.split()[0] in TERMINAL_WORDS]
 
     def tokens(self, number: int = 0) -> list[int]:
         """The tokens of the number-th GEN that was answered."""
@@ -128,7 +128,7 @@ def test_a_second_process_goes_on_where_the_first_one_ended(model, options, fold
     assert second.tokens() == both.tokens
     done = second.terminal[1].split()
     assert [int(done[place]) for place in (1, 2, 6, 7, 8)] == [
-        both.done.generated, len(prompt), both.done.drafts_accepted, both.done.drafts_offered, n_held,
+        both.done.n_generated, len(prompt), both.done.n_drafts_accepted, both.done.n_drafts_offered, n_held,
     ]  # fmt: skip
     assert verify_session(str(folder / "a.bin")).image.live.n_tokens == n_held
 

@@ -13,7 +13,7 @@ import engine as engine_module
 import generation
 import resources
 from engine import Engine, EngineOptions, Session
-from generation import MARGIN, Generation, GenRequest, RequestError
+from generation import Generation
 from promptcache import is_prefix
 from tinyengine import (
     CONTEXT,
@@ -31,6 +31,7 @@ from tinyengine import (
     shared_engine,
     trunk,
 )
+from verbs import SPARE_CELLS, GenRequest, RequestError
 from weights import ModelError
 
 KINDS = ["llama", "qwen35", "qwen3next", "qwen35moe", "qwen4exp", "qwen4exp-8layers"]
@@ -136,9 +137,9 @@ def test_a_window_keeps_its_right_guesses_and_leaves_no_trace_of_the_others(name
     if session.cache.draft_pool:
         assert draft_cells(session) == draft_cells(plain)
     n_windows = -(-24 // (n_right + 1))
-    assert reply.done.drafts_accepted == 24 - n_windows
-    assert reply.done.drafts_offered >= reply.done.drafts_accepted
-    assert expected.done.drafts_offered == 0
+    assert reply.done.n_drafts_accepted == 24 - n_windows
+    assert reply.done.n_drafts_offered >= reply.done.n_drafts_accepted
+    assert expected.done.n_drafts_offered == 0
 
 
 @pytest.mark.parametrize("kv", FORMATS)
@@ -150,7 +151,7 @@ def test_guesses_right_and_wrong_by_chance_change_nothing(kv, sampling, scripted
     scripted_drafts(expected.tokens, 7, lambda window: [p for p in range(7) if chance.random() < 0.3])
     session = new_session("qwen4exp", kv=kv)
     reply = ask(session, ids(31), 40, **sampling)
-    assert 0 < reply.done.drafts_accepted < reply.done.drafts_offered
+    assert 0 < reply.done.n_drafts_accepted < reply.done.n_drafts_offered
     assert reply.tokens == expected.tokens
     assert trunk(session) == trunk(plain)
 
@@ -164,16 +165,16 @@ def test_the_draft_layer_changes_nothing(sampling, monkeypatch):
     prompt = next_turn(ids(40), first[0], 1)
     second = [ask(session, prompt, 30, **sampling) for session in sessions]
     for session, *replies in zip(sessions[1:], first[1:], second[1:], strict=True):
-        assert all(reply.done.drafts_offered > 0 for reply in replies)
+        assert all(reply.done.n_drafts_offered > 0 for reply in replies)
         assert [reply.tokens for reply in replies] == [first[0].tokens, second[0].tokens]
         assert trunk(session) == trunk(sessions[0])
-    assert first[0].done.drafts_offered == 0
+    assert first[0].done.n_drafts_offered == 0
     assert draft_cells(sessions[1]) == draft_cells(sessions[2]) == draft_cells(sessions[3])
 
 
 def test_an_improbable_guess_is_not_offered(monkeypatch):
     monkeypatch.setattr(generation, "DRAFT_FLOOR", 1.1)
-    assert ask(new_session(), ids(40), 20).done.drafts_offered == 0
+    assert ask(new_session(), ids(40), 20).done.n_drafts_offered == 0
 
 
 def test_an_answer_ends_inside_a_window(scripted_drafts):
@@ -405,7 +406,7 @@ def test_a_cache_of_no_checkpoints_turns_everything_off():
     prompt, reply = conversation(session)
     prompt = next_turn(prompt, reply, 8)
     reply = ask(session, prompt, 5)
-    assert (reply.reused, reply.done.cache_hits, marks(session)) == (0, 0, [])
+    assert (reply.reused, reply.done.n_cache_hits, marks(session)) == (0, 0, [])
     assert session.parking.entries == []
     assert_like_fresh(session, ids(20, 3), ask(session, ids(20, 3), 5), 5)
 
@@ -510,7 +511,7 @@ def test_a_request_may_fill_the_context_to_the_last_place(context, n_prompt, max
         ([6, 96], 4, [], "a prompt id is outside the vocabulary of 96"),
         ([6, -1], 4, [], "a prompt id is outside the vocabulary of 96"),
         ([6, 7], 4, [3, 96], "a stop id is outside the vocabulary of 96"),
-        ([6] * (CONTEXT - MARGIN), 1, [], "do not fit the context of 256"),
+        ([6] * (CONTEXT - SPARE_CELLS), 1, [], "do not fit the context of 256"),
     ],
 )
 def test_a_refused_request_leaves_all_as_it_was(prompt, max_new, stop, text):

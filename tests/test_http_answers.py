@@ -10,9 +10,9 @@ import scripted_child
 from answertext import AnswerParser, Part, StopStrings
 from bodyfields import ApiError
 from chatapi import AnswerReader, GenerationRequest
-from childproc import Done, parse_generation_line
 from runningfront import write_tokenizer_model
 from tokenizer import Tokenizer
+from verbs import Done
 
 N_CTX = 4096
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -325,37 +325,3 @@ def test_cached_tokens_stand_in_three_places():
     assert chatapi.usage(DONE)["prompt_tokens"] == 9
     assert (chatapi.timings(DONE)["cache_n"], chatapi.timings(DONE)["prompt_n"]) == (4, 5)
     assert chatapi.timings(DONE)["predicted_per_second"] == 250.0
-
-
-# --- Lines of the child ---
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "T",
-        "T -1",
-        "T 1 2",
-        "T 1.0",
-        "T ٣",
-        "T 9999999999999999999",
-        "RESUME",
-        "PP 1 2 3",
-        "PP 1 2 nan 1",
-        "HELLO",
-        "",
-        "PP 1 2 inf 1",
-        "PP 1 2 -1 1",
-        "DONE 1",
-        "DONE 5 9 10.0 20.0 ended 0 0 4 1 2 0 0 0.0 5 0",
-        "t 1",
-        " T 1",
-    ],
-)
-def test_lines_that_no_generation_has(line):
-    with pytest.raises(ValueError):  # noqa: PT011 - any reason will do
-        parse_generation_line(line)
-
-
-def test_the_done_line_has_its_fields_in_order():
-    assert parse_generation_line("DONE 5 9 10.0 20.0 stop 0 0 4 1 2 0 0 0.0 5 0") == DONE

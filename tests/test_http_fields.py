@@ -9,8 +9,8 @@ import chatapi
 import samplingfields
 from bodyfields import ApiError, json_bytes, parse_object
 from runningfront import TEMPLATE, RunningFront, events, write_tokenizer_model
-from serveloop import parse_gen
 from tokenizer import Tokenizer
+from verbs import parse_gen
 
 N_CTX = 4096
 ROUTES = {

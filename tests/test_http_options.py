@@ -16,7 +16,7 @@ from rich.console import Console
 
 import httpfront
 import strata
-from childproc import SessionProgress
+from childlines import SessionProgress
 from httpfront import FrontOptions, OptionRefused, Terminal
 from runningfront import RunningFront, write_tokenizer_model
 from test_http_engine import MODEL, QUICK, EngineFront

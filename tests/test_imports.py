@@ -35,7 +35,8 @@ ALLOWED = {
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "gguffile"},
     "knowntext": set(),
-    "sampling": set(),
+    "verbs": set(),
+    "sampling": {"verbs"},
     "cudablock": set(),
     "cudapools": {"kernels_cpu"},
     "cudapacks": {"cudablock", "cudapools", "kernels_cpu"},
@@ -51,22 +52,22 @@ ALLOWED = {
     "model": {"weights", "kvcache"},
     "controlvector": {"fingerprint", "gguffile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
-    "generation": {"kvcache", "promptcache", "sampling"},
-    "conversations": {"generation", "kvcache", "promptcache", "resources", "weights"},
+    "generation": {"kvcache", "promptcache", "sampling", "verbs"},
+    "conversations": {"generation", "kvcache", "promptcache", "resources", "verbs", "weights"},
     "engine": {"conversations", "gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache"}
-    | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "resources"},
-    "serveloop": {"engine", "generation", "sampling", "sessionfile", "sessionfolder"},
+    | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "resources", "verbs"},
+    "serveloop": {"engine", "generation", "sessionfile", "sessionfolder", "verbs"},
     "toolcalls": set(),
     "answertext": {"toolcalls"},
     "bodyfields": set(),
-    "samplingfields": {"bodyfields"},
+    "samplingfields": {"bodyfields", "verbs"},
     "chatmessages": {"answertext", "bodyfields", "toolcalls"},
     "printable": set(),
-    "childlines": {"printable"},
+    "childlines": {"verbs"},
     "childpipes": {"childlines", "printable"},
-    "childproc": {"childlines", "childpipes", "printable"},
+    "childproc": {"childlines", "childpipes", "printable", "verbs"},
     "webpage": set(),
-    "chatapi": {"answertext", "bodyfields", "chatmessages", "childproc", "samplingfields", "tokenizer", "toolcalls"},
+    "chatapi": {"answertext", "bodyfields", "chatmessages", "samplingfields", "tokenizer", "toolcalls", "verbs"},
     "httpguard": {"bodyfields", "printable"},
     "httplimits": {"bodyfields", "httpguard"},
     "httpmodel": {"tokenizer"},
@@ -75,12 +76,13 @@ ALLOWED = {
     "httpsignals": set(),
     "sessionfolder": {"printable", "sessionfile", "unfinished"},
     "httpoptions": {"httpguard", "printable", "sessionfolder"},
-    "httpserver": {"childproc", "httplimits", "printable", "tokenizer"},
+    "httpserver": {"childlines", "httplimits", "printable", "tokenizer"},
     "textworker": {"bodyfields", "chatapi", "knowntext", "tokenizer"},
     "textpool": {"bodyfields", "knowntext", "textworker", "tokenizer"},
     "httpfront": {
         "bodyfields",
         "chatapi",
+        "childlines",
         "childproc",
         "httpguard",
         "httpmodel",
@@ -89,10 +91,11 @@ ALLOWED = {
         "httpsignals",
         "httpstatus",
     }
-    | {"httpconversation", "knowntext", "printable", "sessionfolder", "textpool", "textworker", "tokenizer", "webpage"},
+    | {"httpconversation", "knowntext", "printable", "sessionfolder", "textpool", "textworker", "tokenizer", "verbs"}
+    | {"webpage"},
     "declaration": set(),
-    "demo": {"tokenizer", "declaration"},
-    "warmup": {"engine", "generation", "jit", "sessionfile"},
+    "demo": {"tokenizer", "declaration", "verbs"},
+    "warmup": {"engine", "jit", "sessionfile", "verbs"},
     "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo", "warmup"}
     | {"printable"},
 }
@@ -135,7 +138,9 @@ def test_the_command_line_needs_the_standard_library_alone():
     assert top_level(MODULES["strata"]) <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "httpfront"])
+@pytest.mark.parametrize(
+    "name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "httpfront", "verbs"]
+)
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}
     while waiting:

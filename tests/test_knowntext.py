@@ -7,11 +7,11 @@ from array import array
 import pytest
 
 import chatapi
-from childproc import Source
 from gguffile import embedded_model
 from knowntext import MAX_TEXTS, KnownTexts, common_start, spell, unspell, why_read_again
 from textworker import WorkerTokenizer
 from tokenizer import Tokenizer
+from verbs import Source
 
 # A vocabulary of pieces of bytes, some of them parts of characters; ids from 1000 on are marks.
 PIECES = [bytes([byte]) for byte in range(256)]

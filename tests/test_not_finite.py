@@ -10,11 +10,12 @@ import pytest
 
 import sessionparse
 from engine import Engine, EngineOptions, Session
-from generation import RequestFailed, Token
-from sampling import NotFinite, SamplingOptions, choose
+from generation import RequestFailed
+from sampling import NotFinite, choose
 from sessionfile import SessionError, read_session, verify_session, write_session
 from sessionlayout import Limits
 from tinyengine import DEFAULTS, MODELS, TURN, ask, held, ids, joined, new_session
+from verbs import SamplingOptions, Token
 
 HOSTILE = [np.nan, np.inf, -np.inf]
 WAYS = [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 0.8, "repeat_penalty": 1.3, "top_k": 5, "seed": 4}]
@@ -202,6 +203,6 @@ def test_a_draft_layer_that_is_not_finite_offers_nothing():
     session.cache.draft_pool.v.reshape(-1).view(np.uint8)[:] = 0xFF
     following = joined(ids(30), reply.tokens, ids(5, 1))
     again = ask(session, following, 12)
-    assert again.done.drafts_offered == 0
+    assert again.done.n_drafts_offered == 0
     assert again.tokens == ask(plain, following, 12).tokens
     assert all(isinstance(event.id, int) for event in again.events if isinstance(event, Token))

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import sampling
-from sampling import SamplingOptions, choose
+from sampling import choose
 from tinyengine import ask, ids, joined, new_session
+from verbs import SamplingOptions
 
 CONTEXT = np.array([3, 1, 4], np.int32)
 

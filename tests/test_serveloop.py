@@ -17,28 +17,25 @@ import numpy as np
 import pytest
 
 import serveloop
-from generation import (
+from generation import FatalError, RequestFailed
+from serveloop import Answers, Commands, LineSplitter, Loop
+from sessionfile import SessionError
+from verbs import (
+    TERMINAL_WORDS,
     Done,
-    FatalError,
     PromptProgress,
     RequestError,
-    RequestFailed,
     Resume,
     Reused,
+    SamplingOptions,
     Source,
     Token,
+    allowance_s,
+    parse_gen,
 )
-from sampling import SamplingOptions
-from serveloop import Answers, Commands, LineSplitter, Loop, allowance_s, parse_gen
-from sessionfile import SessionError
+from verbs import SessionDone as Outcome
 
 PATIENCE_S = 30  # for events that come at once; only a broken loop waits so long
-TERMINAL_WORDS = {"DONE", "ERR", "SAVED", "RESTORED", "SERR", "FATAL", "STATS", "ERASED", "TOKENS"}
-
-
-class Outcome:
-    def __init__(self, n_tokens, size_bytes, ms):
-        self.n_tokens, self.size_bytes, self.ms = n_tokens, size_bytes, ms
 
 
 def done_event(generated, n_prompt, finish):

@@ -23,7 +23,6 @@ from sessionfile import (
     inspect_session,
     list_sessions,
     peek_session,
-    phase_allowance_s,
     read_peak_bytes,
     read_session,
     save_peak_bytes,
@@ -32,6 +31,7 @@ from sessionfile import (
     write_session,
 )
 from sessionimages import ARRAYS, DATA, IMAGES, READABLE, SMALL, UNREADABLE, identity, image, number, plain, seal
+from verbs import allowance_s
 
 FORMULAS = json.loads((DATA / "formula_vectors.json").read_text())
 NEGATIVES = json.loads((DATA / "negatives.json").read_text())["cases"]
@@ -308,7 +308,7 @@ def test_read_peak(size, peak):
 
 @pytest.mark.parametrize(("size", "allowance"), FORMULAS["phase_limit_s"])
 def test_phase_allowance(size, allowance):
-    assert phase_allowance_s(number(size)) == allowance
+    assert allowance_s(number(size)) == allowance
 
 
 @pytest.mark.parametrize("vector", FORMULAS["limits"], ids=lambda vector: vector["note"])

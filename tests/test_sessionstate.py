@@ -14,7 +14,7 @@ import kvcache
 import resources
 import sessionstate
 from engine import Session
-from generation import FatalError, RequestError
+from generation import FatalError
 from serveloop import Answers, Loop
 from sessionfile import SessionError, inspect_session, read_session, verify_session, write_session
 from sessionimages import seal
@@ -35,6 +35,7 @@ from tinyengine import (
     tree,
     trunk,
 )
+from verbs import GenRequest, RequestError
 
 COMBINATIONS = [
     ("llama", {}),
@@ -112,7 +113,7 @@ def test_a_restored_conversation_goes_on_as_if_nothing_had_happened(name, option
     answers = [ask(session, prompt, 16) for session in (stayed, restored)]
     assert answers[0].tokens == answers[1].tokens
     assert answers[1].reused == outcome.n_tokens
-    drafts = [(answer.done.drafts_accepted, answer.done.drafts_offered) for answer in answers]
+    drafts = [(answer.done.n_drafts_accepted, answer.done.n_drafts_offered) for answer in answers]
     assert drafts[0] == drafts[1]
     assert (drafts[0][1] > 0) == (options.get("spec") == 4)
     fresh = Session(restored.engine)
@@ -343,7 +344,7 @@ def test_a_request_that_came_to_nothing_leaves_a_conversation_to_save(how, tmp_p
     elif how == "unkept":
         ask(session, prompt, 4, checkpoint=False)
     else:
-        events = session.generate(generation.GenRequest(prompt, 4))
+        events = session.generate(GenRequest(prompt, 4))
         next(events)
         events.close()
     assert session.held_ids()[:n_before].tolist() == ids_before

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from engine import Engine, EngineOptions, Session
-from generation import GenRequest, Token
 from reference import ReferenceModel
 from tokenizer import Tokenizer
+from verbs import GenRequest, Token
 
 TEXT = "Water boils at"
 N_TOKENS = 32

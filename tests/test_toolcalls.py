@@ -8,9 +8,9 @@ import pytest
 import chatapi
 import scripted_child
 from answertext import AnswerParser
-from childproc import Done
 from runningfront import TEMPLATE, write_tokenizer_model
 from tokenizer import Tokenizer
+from verbs import Done
 
 N_CTX = 4096
 DONE = Done(*[5, 9, 10.0, 20.0, "stop", 0, 0, 4, 1, 2, 0, 0, 0.0, 5, 0])

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine import Engine, EngineOptions, Session
-from generation import Done, GenRequest, PromptProgress, Resume, Reused, Source, Token
-from sampling import SamplingOptions
+from verbs import Done, GenRequest, PromptProgress, Resume, Reused, SamplingOptions, Source, Token
 
 MODELS = pathlib.Path(__file__).parent / "data" / "model"
 CONTEXT = 256
@@ -61,7 +60,7 @@ class Reply(NamedTuple):
 
     @property
     def reused(self) -> int:
-        return self.done.reused
+        return self.done.n_reused
 
     @property
     def source(self) -> Source:
@@ -82,8 +81,8 @@ def ask(
     n_chunks = kinds.count(PromptProgress)
     told = [Source] * source
     assert kinds == [Resume, *[PromptProgress] * n_chunks, Reused, *told, *[Token] * len(tokens), Done]
-    assert (events[0].n_reused, events[n_chunks + 1].n) == (done.reused, done.reused)
-    assert (done.generated, done.n_prompt) == (len(tokens), len(prompt))
+    assert (events[0].n_reused, events[n_chunks + 1].n_reused) == (done.n_reused, done.n_reused)
+    assert (done.n_generated, done.n_prompt) == (len(tokens), len(prompt))
     return Reply(tokens, done, events)
 
 
