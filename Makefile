@@ -8,7 +8,7 @@ MODEL :=
 DEMO_MODEL := $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(MODEL))
 READY := $(VENV)/.ready
 BENCHES := $(filter-out bench/ggufcopy.py bench/frontserver.py bench/machine.py bench/report.py bench/servers.py,$(wildcard bench/*.py))
-MAN := SOURCE_DATE_EPOCH=0 $(RUN)argparse-manpage --pyfile strata.py --function get_parser --project-name strata \
+MAN := SOURCE_DATE_EPOCH=0 PYTHONPATH=. $(RUN)argparse-manpage --pyfile strata.py --function get_parser --project-name strata \
 	--description "serve one long conversation with a local language model" --manual-title "User Commands" \
 	--version "$$($(RUN)python strata.py --version | cut -d ' ' -f 2)" --include man/strata.include \
 	--format single-commands-section

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import (
     Done,
     FatalError,
@@ -36,6 +36,7 @@ from generation import (
     Source,
     Token,
 )
+from options import EngineOptions
 from sampling import SamplingOptions
 from sessionfile import SessionError
 from sessionfolder import sweep

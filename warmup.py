@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numba.core import event
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import GenRequest
 from jit import KERNELS
+from options import EngineOptions
 from sessionfile import SessionError
 
 

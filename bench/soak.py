@@ -22,8 +22,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import numpy as np
 import psutil
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import GenRequest, RequestError, Token
+from options import EngineOptions
 from sessionfile import SessionError
 
 CONTEXT = 256

@@ -11,8 +11,9 @@ import pytest
 
 import engine as engine_module
 import generation
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import MARGIN, Generation, GenRequest, RequestError
+from options import EngineOptions
 from promptcache import is_prefix
 from tinyengine import (
     CONTEXT,

@@ -12,8 +12,8 @@ import pytest
 import killed_saves
 import serveloop
 import unfinished
-from engine import EngineOptions
 from faultlayer import count
+from options import EngineOptions
 from sessionfile import list_sessions, verify_session, write_session
 from sessionfolder import SessionFolder, sweep
 from tinyengine import DEFAULTS, MODELS, tree

@@ -497,7 +497,7 @@ def test_a_file_that_changes_between_its_two_readings_is_refused(damage, live, r
         ("qwen4exp", {"max_context": 512}, "configuration"),
         *(("qwen4exp", {"kv": kv}, "configuration") for kv in ("int8", "q4_0", "k8v4")),
         *(("qwen4exp", {"spec": spec}, "configuration") for spec in (1, 3, 8)),
-        ("qwen4exp", {"activations": "float32"}, "configuration"),
+        ("qwen4exp", {"activations": "float"}, "configuration"),
     ],
 )
 def test_a_file_of_another_run_is_refused(name, options, word, live, refused, tmp_path):

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import GenRequest, Token
+from options import EngineOptions
 from reference import ReferenceModel
 from tokenizer import Tokenizer
 

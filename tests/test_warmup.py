@@ -47,7 +47,8 @@ def test_an_engine_behind_it_compiles_nothing(tmp_path):
         import sys
         import numpy as np
         from numba.core import event
-        from engine import Engine, EngineOptions, GenRequest, Session
+        from engine import Engine, GenRequest, Session
+        from options import EngineOptions
 
         class Refuse(event.Listener):
             def on_start(self, event): print("compiled:", event.data["dispatcher"], flush=True)

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import Done, GenRequest, PromptProgress, Resume, Reused, Source, Token
+from options import EngineOptions
 from sampling import SamplingOptions
 
 MODELS = pathlib.Path(__file__).parent / "data" / "model"
