@@ -8,8 +8,8 @@ import pytest
 import chatapi
 from answertext import MARKS as ANSWER_MARKS
 from gguffile import embedded_model
+from given_tokenizer import CHATML, write_model
 from runningfront import TEMPLATE
-from test_tokenizer import CHATML, write_model
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED, Tokenizer, TokenizerError
 
 WORDS = ["<think>", "<tool_response>"]

@@ -16,7 +16,7 @@ import pytest
 import gguffile
 import options
 import strata
-from test_tokenizer import IM_END, IM_START, TOKENS, write_model
+from given_tokenizer import IM_END, IM_START, TOKENS, write_model
 
 BASE = ["--serve", "--model", "m.gguf"]
 

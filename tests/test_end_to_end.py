@@ -6,23 +6,13 @@ import pathlib
 import resource
 import signal
 import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 
+from given_engineprocess import PATIENCE_S, command, gen
 from sessionfile import verify_session
 from tinyengine import MODELS, ask, ids, joined, new_session, tree
-
-STRATA = pathlib.Path(__file__).parent.parent / "strata.py"
-QUICK = ["--backend=cpu", "--threads=1", "--session-min-free-mib=0", "--conversation-cache-min-free-mib=0"]
-PATIENCE_S = 600  # after a change of the kernels the first process waits for the compiler
-
-
-def command(model: str, folder, *flags: str) -> list[str]:
-    files = [f"--model={MODELS / model}.gguf", f"--slot-save-path={folder}"]
-    context = [] if any(flag.startswith("--max-context") for flag in flags) else ["--max-context=256"]
-    return [sys.executable, str(STRATA), "--serve", *files, *QUICK, *context, *flags]
 
 
 class Talk(NamedTuple):
@@ -45,10 +35,6 @@ class Talk(NamedTuple):
 
     def reused(self, number: int = 0) -> int:
         return [int(line.split()[1]) for line in self.lines if line.startswith("RESUME")][number]
-
-
-def gen(prompt, max_new: int = 16, options: str = "") -> str:
-    return f"GEN {max_new} {options}{','.join(map(str, prompt))}\n"
 
 
 def talk(script: str | bytes, model: str, folder, *flags: str, env=None) -> Talk:

@@ -17,10 +17,10 @@ from rich.console import Console
 import httpfront
 import strata
 from childproc import SessionProgress
+from given_enginefront import MODEL, QUICK, EngineFront
 from httpfront import FrontOptions, Terminal
 from options import HttpOptions, OptionRefused
 from runningfront import RunningFront, write_tokenizer_model
-from test_http_engine import MODEL, QUICK, EngineFront
 
 STRATA = str(pathlib.Path(strata.__file__))
 

@@ -9,7 +9,7 @@ import scripted_child
 import webpage
 from runningfront import DEADLINE_S, RunningFront, write_tokenizer_model
 from scripted_child import ANSWER
-from test_http_routes import write_session
+from sessionimages import write_empty_session
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -160,7 +160,7 @@ def test_save_restore_and_delete(front, page):
     front.slot("save", "kept.bin")
     ids = (front.folder / "saved" / "kept.bin").read_bytes()
     saved.unlink()
-    write_session(saved, 1234)
+    write_empty_session(saved, 1234)
     page.browser.refresh()
     page.wait_text("li .facts", "1234 tokens")
     page.wait_text("li .facts", "just now")
@@ -293,8 +293,8 @@ def test_what_takes_long_is_said(front, page):
 
 
 def test_files_of_others_are_marked(front, chromium):
-    write_session(front.folder / "saved" / "model.bin", 5, model=1)
-    write_session(front.folder / "saved" / "settings.bin", 6, config=1)
+    write_empty_session(front.folder / "saved" / "model.bin", 5, model=1)
+    write_empty_session(front.folder / "saved" / "settings.bin", 6, config=1)
     (front.folder / "saved" / "damaged.bin").write_bytes(b"STRSESS\x01" + bytes(20))
     page = Page(chromium, front)
     page.wait_text("li[data-name='model.bin'] .mismatch", "of another model")

@@ -3,6 +3,7 @@
 import ast
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -158,3 +159,10 @@ def test_kernels_are_kept_in_our_folder_whichever_module_comes_first(name, tmp_p
         check=True,
     )
     assert ran.stdout.startswith(str(tmp_path / "strata" / "numba-"))
+
+
+def test_no_test_imports_another():
+    """What two of them need lies in a module that is no test; programs in strings count too."""
+    wanted = re.compile(r"^ *(?:from|import) +(test_\w+)", re.MULTILINE)
+    tests = {path.name: wanted.findall(path.read_text()) for path in (ROOT / "tests").glob("*.py")}
+    assert {name: found for name, found in tests.items() if found} == {}

@@ -54,7 +54,7 @@ def test_flag_and_config_file_give_the_same(option, tmp_path):
         (EngineOptions, {"threads": 0}, "--threads: '0' is not a whole number from 1"),
         (EngineOptions, {"threads": True}, "--threads must be a whole number, found true"),
         (EngineOptions, {"prompt_cache": -1}, "--prompt-cache: '-1' is not a whole number from 0"),
-        (EngineOptions, {"model": b"a"}, '--model must be a string, found "b\'a\'"'),
+        (EngineOptions, {"model": b"a"}, "--model must be a string, found \"b'a'\""),
         (HttpOptions, {"api_key": ""}, "--api-key: it must not be empty"),
         (HttpOptions, {"engine_silence_s": None}, "--engine-silence-s must be a whole number, found null"),
     ],

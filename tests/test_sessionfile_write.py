@@ -18,8 +18,6 @@ from sessionfile import (
     Checkpoint,
     Extent,
     Identity,
-    Image,
-    KvHeader,
     Limits,
     SessionError,
     list_sessions,
@@ -29,7 +27,7 @@ from sessionfile import (
     write_session,
 )
 from sessionfolder import NameRefused, SessionFolder, sweep
-from sessionimages import DATA, IMAGES, identity, image, plain
+from sessionimages import DATA, IMAGES, Pattern, bare_image, identity, image, plain
 from unfinished import temporary_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -192,27 +190,6 @@ def test_progress_and_phases(target):
     write_sample(target, **named)
     size = SAMPLE_BYTES
     assert reports == [(0, size), (BLOCK_BYTES, size), (size, size), ("flush", size), ("publish", size)]
-
-
-class Pattern:
-    """A K/V source of one large part; it may fail at an offset."""
-
-    header = KvHeader(1, 4, 1, 64, 4, 0, 0)
-
-    def __init__(self, size: int, fail_at: int | None = None):
-        self.part_sizes = (size, 0, 3, 0, 0)
-        self.calls = []
-        self._fail_at = fail_at
-
-    def read(self, part, offset, out):
-        self.calls.append((part, offset, out.size))
-        if self._fail_at is not None and offset >= self._fail_at:
-            raise RuntimeError("the pool has gone")
-        out[:] = (np.arange(offset, offset + out.size, dtype=np.uint32) * 7 + part).astype(np.uint8)
-
-
-def bare_image() -> Image:
-    return Image((1,) * 18, 0, 1, False, Checkpoint(np.arange(3, dtype=np.int32)))
 
 
 def test_a_large_source_is_reported_at_every_block(target):
@@ -638,7 +615,7 @@ def test_the_writer_counts_its_bytes(target):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from test_sessionfile_write import Pattern, bare_image
+from sessionimages import Pattern, bare_image
 from sessionfile import Identity, write_session
 
 class Deadly(Pattern):

@@ -6,7 +6,6 @@ Read next: test_model.py.
 """
 
 import random
-import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,44 +19,10 @@ from gguf.quants import dequantize, quantize
 import kernels_cpu
 import weights
 from gguffile import open_gguf
-from kvcache import EXACT, Cache
-from model import Model
+from given_weights import MODELS, fixture, load, loaded_or_refused, run
+from kvcache import EXACT
 from reference import ReferenceModel
-from weights import Loader, ModelError, load_model
-
-DATA = Path(__file__).parent / "data" / "model"
-MODELS = sorted(path.stem for path in DATA.glob("*.npz"))
-HEADROOM_BYTES = 2 << 30  # address space that a broken file of some 100 KB may ask for, beyond what the process has
-
-
-def fixture(name: str) -> Path:
-    return DATA / f"{name}.gguf"
-
-
-def load(path, log=lambda line: None):
-    return load_model(path, kernels_cpu, log)
-
-
-def run(file, ids) -> np.ndarray:
-    """Logits of a few tokens, and a draft where there is a draft layer: what loads must also run."""
-    model = Model(file.config, file.weights, kernels_cpu)
-    cache = Cache(file.config.cache_shape(64, EXACT))
-    residual = model.append(cache, np.asarray(ids, np.int32)).residual
-    if file.config.n_draft:
-        model.draft(cache, residual[:3], np.asarray(ids[1:4], np.int32), 0)
-    return model.logits(residual)
-
-
-def loaded_or_refused(path, log=lambda line: None):
-    """The loaded file, or the message with which it is refused: one line that starts with its path."""
-    try:
-        return load(path, log)
-    except ModelError as error:
-        message = str(error)
-    assert message.startswith(str(path).split("-0000", maxsplit=1)[0])
-    assert "\n" not in message
-    assert len(message) < 400
-    return message
+from weights import Loader
 
 
 def refused(path) -> str:
@@ -65,16 +30,6 @@ def refused(path) -> str:
     message = loaded_or_refused(path)
     assert isinstance(message, str), "the file loaded"
     return message.removeprefix(f"{path}: ")
-
-
-@pytest.fixture
-def bounded_memory():
-    """No more address space than HEADROOM_BYTES above what is in use."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + HEADROOM_BYTES, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # --- doctored files -----------------------------------------------------------------------------------------------
