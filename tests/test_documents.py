@@ -103,6 +103,15 @@ def test_the_readme_lists_the_modules_of_the_wheel_in_their_wings():
     assert set(listed) == {path.stem for path in ROOT.glob("*.py")}
 
 
+def test_make_quick_leaves_out_every_marker_and_each_is_used():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    markers = [line.split(":")[0] for line in project["tool"]["pytest"]["ini_options"]["markers"]]
+    left_out = re.search(r"^LONG := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert left_out.split(" or ") == markers
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert [marker for marker in markers if not re.search(rf"pytest\.mark\.{marker}\b", tests)] == []
+
+
 # --- strata-session.5 against sessionlayout.py ---
 
 

@@ -23,6 +23,8 @@ from given_session import Live, refusal_of
 from sessionfile import Limits, SessionError, inspect_session, read_session, verify_session, write_session
 from tinyengine import held, tree
 
+pytestmark = pytest.mark.faults
+
 NAME_MAX = 255
 NOBODY = 65534
 NO_ROOM = "a full or read-only disk, a limit on file sizes, a folder of another user"

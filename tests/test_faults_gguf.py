@@ -14,6 +14,8 @@ from faultlayer import count
 from gguffile import _Reader, open_gguf
 from given_weights import fixture, loaded_or_refused, run
 
+pytestmark = pytest.mark.faults
+
 HOSTILE = {
     4: (0, 1, 2, 3, 255, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF),
     8: (0, 1, 2, 3, 64, 1 << 20, 0x7FFFFFFF, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 32, (1 << 64) - 1),

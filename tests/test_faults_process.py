@@ -16,6 +16,8 @@ from given_engineprocess import PATIENCE_S, command, gen
 from runningfront import RunningFront, write_tokenizer_model
 from tinyengine import ask, ids, new_session
 
+pytestmark = pytest.mark.processes
+
 MIB = 1 << 20
 MOST_RISE_MIB = 150  # a line of 64 MiB, and room for it to grow
 

@@ -30,6 +30,8 @@ from sessionimages import seal
 from sessionlayout import FRAME_BYTES, HEADER, TRAILER
 from tinyengine import held, new_session, tree
 
+pytestmark = pytest.mark.faults
+
 SMALL_BLOCK = 4096
 CHANGED = "the file is changed, cut, grown, replaced, removed or made a link during RESTORE"
 MOST_CALLS = 400  # of one save or restore, far more than there are
