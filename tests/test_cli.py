@@ -343,6 +343,7 @@ def test_a_model_that_cannot_be_used_is_one_line_and_exit_1(model, message):
     assert message in ran.stderr
 
 
+@pytest.mark.processes
 def test_a_conversation_in_a_pipeline_survives(real_model, tmp_path):
     """The README's example, and its second half in another engine."""
     me = f"{sys.executable} {strata.__file__}"

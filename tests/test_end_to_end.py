@@ -120,6 +120,7 @@ def test_a_second_process_goes_on_where_the_first_one_ended(model, options, fold
     assert verify_session(str(folder / "a.bin")).image.live.n_tokens == n_held
 
 
+@pytest.mark.processes
 def test_one_process_that_did_both_gives_the_same_tokens(folder):
     """Three processes: the tokens of a restored conversation are those of one that was never interrupted."""
     first = talk(gen(ids(40)) + "SAVE a.bin\nQUIT\n", "qwen4exp", folder)

@@ -15,6 +15,8 @@ from given_frontprocess import Process, running
 from runningfront import DEADLINE_S, RunningFront, events, write_tokenizer_model
 from sessionfolder import names_at_exit
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def make(tmp_path):

@@ -310,6 +310,7 @@ def test_when_all_are_at_work_the_next_is_told_to_come_again(model, tmp_path):
             front.mark("go")
 
 
+@pytest.mark.slow
 def test_health_answers_behind_more_connections_than_descriptors(tmp_path):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2500:

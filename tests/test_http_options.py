@@ -166,6 +166,7 @@ def test_the_config_file_takes_the_same_names(tmp_path, capsys):
     assert "--session-save-at-exit needs --slot-save-path" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_the_command_line_end_to_end(tmp_path):
     """A conversation survives the server: saved at exit, restored at start, its options in a config file."""
     config = tmp_path / "strata.json"

@@ -50,6 +50,11 @@ def test_flag_and_config_file_give_the_same(option, tmp_path):
     ("record", "values", "message"),
     [
         (EngineOptions, {"activations": "float32"}, "--activations: 'float32' is none of int8, float"),
+        (EngineOptions, {"kv": "fp8"}, "--kv: 'fp8' is none of fp16, int8, q4_0, k8v4"),
+        (EngineOptions, {"spec": 0}, "--spec: '0' is not a whole number from 1"),
+        (EngineOptions, {"prompt_cache_every": 0}, "--prompt-cache-every: '0' is not a whole number from 1"),
+        (EngineOptions, {"conversation_cache_slots": 0}, "--conversation-cache-slots: '0' is not a whole"),
+        (EngineOptions, {"session_min_free_mib": 2**31}, "--session-min-free-mib: '2147483648' is not a whole number"),
         (EngineOptions, {"kv": None}, "--kv must be a string, found null"),
         (EngineOptions, {"threads": 0}, "--threads: '0' is not a whole number from 1"),
         (EngineOptions, {"threads": True}, "--threads must be a whole number, found true"),

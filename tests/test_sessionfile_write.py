@@ -192,6 +192,7 @@ def test_progress_and_phases(target):
     assert reports == [(0, size), (BLOCK_BYTES, size), (size, size), ("flush", size), ("publish", size)]
 
 
+@pytest.mark.slow
 def test_a_large_source_is_reported_at_every_block(target):
     reports = []
     source = Pattern((40 << 20) + 123)
@@ -628,6 +629,7 @@ write_session({path!r}, bare_image(), Identity(1, 2), [Deadly(40 << 20)])
 """
 
 
+@pytest.mark.kills
 def test_a_killed_process_leaves_the_old_file_and_a_hidden_one(target):
     script = KILLED.format(root=str(ROOT), path=str(target), offset=20 << 20)
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == -9
@@ -660,6 +662,7 @@ class Zeros(Pattern):
         out[:] = 0
 
 
+@pytest.mark.slow
 def test_sizes_past_32_bits(target, monkeypatch):
     use(monkeypatch, Holes())
     large = (4 << 30) + 1

@@ -9,6 +9,8 @@ from options import EngineOptions
 from reference import ReferenceModel
 from tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 TEXT = "Water boils at"
 N_TOKENS = 32
 

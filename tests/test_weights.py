@@ -165,6 +165,7 @@ def test_fused_gate_and_up_projections_are_the_separate_ones(tmp_path):
     np.testing.assert_array_equal(run(file, range(9)), run(load(fixture("qwen3moe")), range(9)))
 
 
+@pytest.mark.slow
 def test_matrices_of_several_types_in_one_file(tmp_path):
     kinds = {
         "token_embd": "Q8_0",
@@ -260,6 +261,7 @@ OPTIONAL = ("output.weight", "blk.4.indexer.")
 ALTERNATIVES = {"ssm_ba": "ssm_alpha", "post_attention_norm": "ffn_norm", "ffn_gate_up_exps": "ffn_gate_exps"}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", MODELS)
 def test_a_missing_tensor_is_named(name, monkeypatch):
     file = Doctored(name, monkeypatch)
@@ -273,6 +275,7 @@ def test_a_missing_tensor_is_named(name, monkeypatch):
         file.tensors_by_name[missing] = tensor
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tensor_of_another_shape_is_named(name, monkeypatch):
     file = Doctored(name, monkeypatch)
@@ -360,6 +363,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         assert "not a whole GGUF file" in refused(cut)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["llama", "qwen4exp"])
 def test_damage_before_the_weights_is_refused_or_harmless(name, tmp_path, bounded_memory):
     whole, broken, rng = fixture(name).read_bytes(), tmp_path / "broken.gguf", random.Random(name)
@@ -523,6 +527,7 @@ def hostile(value):
         yield value[:-1]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen4exp"])
 def test_any_value_of_any_key_is_refused_or_runs(name, monkeypatch, bounded_memory):
     file, n_refused, n_run = Doctored(name, monkeypatch), 0, 0
