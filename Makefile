@@ -8,12 +8,15 @@ MODEL :=
 DEMO_MODEL := $(if $(filter smollm2,$(MODEL)),$(SMOLLM2),$(MODEL))
 READY := $(VENV)/.ready
 BENCHES := $(filter-out bench/ggufcopy.py bench/frontserver.py bench/machine.py bench/report.py bench/servers.py,$(wildcard bench/*.py))
-MAN := SOURCE_DATE_EPOCH=0 $(RUN)argparse-manpage --pyfile strata.py --function get_parser --project-name strata \
+MAN := SOURCE_DATE_EPOCH=0 PYTHONPATH=. $(RUN)argparse-manpage --pyfile strata.py --function get_parser --project-name strata \
 	--description "serve one long conversation with a local language model" --manual-title "User Commands" \
 	--version "$$($(RUN)python strata.py --version | cut -d ' ' -f 2)" --include man/strata.include \
 	--format single-commands-section
 
-.PHONY: demo model test check man bench clean
+# Markers of pyproject.toml whose tests take longest; CONTRIBUTING.md says which change needs them.
+LONG := simulator or compiler or kills or faults or processes or soak or browser or slow
+
+.PHONY: demo model quick test check man bench clean
 
 demo: $(READY) $(DEMO_MODEL)  ## compile kernels, read a long prompt, save, end, start again, restore, go on
 	@$(RUN)python strata.py warmup $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
@@ -21,7 +24,12 @@ demo: $(READY) $(DEMO_MODEL)  ## compile kernels, read a long prompt, save, end,
 
 model: $(SMOLLM2)  ## fetch the model that some tests and benches use
 
-test: $(READY) $(SMOLLM2)
+quick: $(READY) $(SMOLLM2)  ## what a change usually needs, in less than two minutes once kernels are compiled
+	@$(RUN)python strata.py warmup
+	@$(RUN)python -m pytest -m "not ($(LONG))"
+
+test: $(READY) $(SMOLLM2)  ## all tests
+	@$(RUN)python strata.py warmup
 	@$(RUN)python -m pytest
 
 check: test

@@ -10,7 +10,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from gguffile import GgufError, embedded_model
 from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
+from options import EngineOptions
 from promptcache import (
     Parked,
     Timeline,
@@ -44,29 +44,6 @@ SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
 LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of `strata --serve` that reach the engine, named like the flags."""
-
-    model: str | None = None
-    slot_save_path: str | None = None
-    max_context: int | None = None
-    kv: str = "fp16"
-    kv_resident: int = 0
-    backend: str = "auto"
-    prompt_cache: int = 6
-    prompt_cache_every: int = 16384
-    prompt_cache_root: int = 64
-    conversation_cache_mib: int | None = None
-    conversation_cache_slots: int = 32
-    conversation_cache_min_free_mib: int = 2560
-    session_min_free_mib: int = 4096
-    spec: int | None = None
-    threads: int | None = None
-    control_vector: str | None = None
-    activations: str = "int8"
-    expert_cache_mib: int = 0
-    expert_profile_save: str | None = None
 
 
 class Engine:

@@ -44,7 +44,7 @@ from childlines import (
 )
 from childproc import EngineChild, Generation
 from httpconversation import conversation
-from httpguard import Access, Guard, Json, OptionRefused, error_body, error_response, read_body, read_object
+from httpguard import Access, Guard, Json, error_body, error_response, read_body, read_object
 from httpmodel import FileState, file_state, read_text
 from httpoptions import FrontOptions
 from httpserver import FrontError, FrontServer, Terminal, listen
@@ -65,7 +65,6 @@ __all__ = [
     "FrontError",
     "FrontOptions",
     "FrontServer",
-    "OptionRefused",
     "Terminal",
     "listen",
     "serve",

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from bodyfields import ApiError, json_bytes, parse_object
+from options import OptionRefused
 from printable import one_line
 
 OPEN_PATHS = ("/", "/health", "/v1/health")
@@ -28,10 +29,6 @@ KEY_VARIABLE = "STRATA_API_KEY"
 MAX_KEY_BYTES = 4096
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?", re.ASCII)
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
-
-
-class OptionRefused(Exception):
-    """An option that cannot be used; named in the text."""
 
 
 @dataclass(frozen=True)

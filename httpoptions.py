@@ -10,7 +10,8 @@ import os
 import re
 from dataclasses import dataclass, field
 
-from httpguard import Access, OptionRefused, find_key
+from httpguard import Access, find_key
+from options import HttpOptions, OptionRefused
 from printable import one_line
 from sessionfolder import NameRefused, check_filename, names_at_exit
 
@@ -25,32 +26,27 @@ class FrontOptions:
     slot_save_path: str | None = None
     restore_at_start: str | None = None
     save_at_exit: str | None = None
-    silence_s: float = 300.0
+    silence_s: float = HttpOptions.engine_silence_s
 
     @classmethod
-    def from_flags(cls, model: str, slot_save_path: str | None, **flags: str | int | None) -> "FrontOptions":
+    def from_flags(cls, model: str, slot_save_path: str | None, flags: HttpOptions) -> "FrontOptions":
         """The options as they stand on the command line; raises OptionRefused."""
-        named = {flag: flags[flag] for flag in ("session_restore_at_start", "session_save_at_exit")}
-        for flag, name in named.items():
-            if name is not None:
-                names = names_at_exit(name) if flag == "session_save_at_exit" else [name]
-                _check_session_flag(f"--{flag.replace('_', '-')}", names, slot_save_path)
+        if (name := flags.session_restore_at_start) is not None:
+            _check_session_flag("--session-restore-at-start", [name], slot_save_path)
+        if (name := flags.session_save_at_exit) is not None:
+            _check_session_flag("--session-save-at-exit", names_at_exit(name), slot_save_path)
         if slot_save_path and any("\ud800" <= char <= "\udfff" for char in slot_save_path):
             raise OptionRefused("--slot-save-path: the folder's name is not UTF-8")
-        host, port = _address(flags["http"], flags["host"])
+        host, port = _address(flags.http, flags.host)
+        key = find_key(flags.api_key, flags.api_key_file)
         return cls(
             port=port,
             model=model,
-            access=Access.from_flags(
-                host,
-                find_key(flags["api_key"], flags.get("api_key_file")),
-                flags["trusted_origin"],
-                flags["allowed_host"],
-            ),
+            access=Access.from_flags(host, key, flags.trusted_origin, flags.allowed_host),
             slot_save_path=slot_save_path,
-            restore_at_start=flags["session_restore_at_start"],
-            save_at_exit=flags["session_save_at_exit"],
-            silence_s=flags["engine_silence_s"],
+            restore_at_start=flags.session_restore_at_start,
+            save_at_exit=flags.session_save_at_exit,
+            silence_s=flags.engine_silence_s,
         )
 
     @property

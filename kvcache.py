@@ -13,6 +13,7 @@ import numpy as np
 
 import kernels_cpu
 from kernels_cpu import CELL_F16, CELL_F32, CELL_INT8, CELL_Q4_0, PAGE, SCALE_GROUP
+from options import KV_FORMATS
 
 GEOMETRY_SLOTS = (
     "n_embd", "n_layers", "qsa_interval", "ssm_state_size", "ssm_k_heads", "ssm_v_heads", "ssm_d_conv",
@@ -41,10 +42,14 @@ class CellFormat(NamedTuple):
 
 
 FORMATS = {
-    "fp16": CellFormat(0, CELL_F16, CELL_F16),
-    "int8": CellFormat(1, CELL_INT8, CELL_INT8),
-    "q4_0": CellFormat(2, CELL_Q4_0, CELL_Q4_0),
-    "k8v4": CellFormat(3, CELL_INT8, CELL_Q4_0),
+    name: CellFormat(code, *storages)
+    for code, (name, storages) in enumerate(
+        zip(
+            KV_FORMATS,
+            ((CELL_F16, CELL_F16), (CELL_INT8, CELL_INT8), (CELL_Q4_0, CELL_Q4_0), (CELL_INT8, CELL_Q4_0)),
+            strict=True,
+        )
+    )
 }
 # Exact K/V, for comparing a forward pass with a float reference; no option offers it and no file may hold it.
 EXACT = CellFormat(-1, CELL_F32, CELL_F32)
@@ -64,9 +69,8 @@ def scale_bytes(storage: int, head_dim: int) -> int:
 def formats_for(head_dim: int) -> list[str]:
     """The K/V formats that a head width can be cut into."""
     power_of_two = head_dim & (head_dim - 1) == 0
-    fits = {"fp16": head_dim % 16 == 0, "int8": head_dim % 64 == 0, "q4_0": head_dim % 32 == 0 and power_of_two}
-    fits["k8v4"] = fits["int8"] and fits["q4_0"]
-    return [name for name in FORMATS if fits[name]]
+    fits = {CELL_F16: head_dim % 16 == 0, CELL_INT8: head_dim % 64 == 0, CELL_Q4_0: head_dim % 32 == 0 and power_of_two}
+    return [name for name, cells in FORMATS.items() if fits[cells.k_storage] and fits[cells.v_storage]]
 
 
 class CacheShape(NamedTuple):

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 import verbs
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import FatalError, RequestFailed
+from options import EngineOptions
 from sessionfile import SessionError
 from sessionfolder import sweep
 from verbs import RequestError, line_of

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from blockfile import BLOCK_BYTES
+from options import KV_FORMATS
 
 START_MARK = b"STRSESS\x01"
 END_MARK = b"STRSEND\x01"
@@ -30,7 +31,6 @@ LIVE_OFFSET = HEADER.size + GEOMETRY.size + LAYER_RANGE.size + COUNT.size  # of 
 STATE_ARRAYS = ("gdn", "ple", "tails", "dead", "block_pos")
 FLOAT_STATE = STATE_ARRAYS[:4]  # float32; block_pos is int32
 KV_PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
-KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")  # by format code
 ROTATED = 16  # added to the code of fp16 or int8 when K and V were rotated
 MIN_CHECKPOINT_BYTES = 72  # one word above the real minimum, as every reader of this format counts
 MIN_KV_LAYER_BYTES = KV_HEADER.size + len(KV_PARTS) * COUNT.size

@@ -1,8 +1,9 @@
 """The command line: options, progress bars, exit codes; the one place that turns exceptions into messages.
 
 It knows nothing of how anything works: every command imports the module that does it. Invariant: importing this file
-needs the standard library alone, so that `--help` is instant and a man page can be made from it. Exit codes: 0 done,
-1 refused or failed, 2 wrong usage. Read next: serveloop.py for `--serve`, sessionfile.py for `session`.
+needs options.py and the standard library alone, so that `--help` is instant and a man page can be made from it. Exit
+codes: 0 done, 1 refused or failed, 2 wrong usage. Read next: options.py for what `--serve` takes, serveloop.py for what
+it does, sessionfile.py for `session`.
 """
 
 import argparse
@@ -15,20 +16,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import replace
+
+import options
+from options import EMBEDDED
 
 __version__ = "0.1.0"
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-MAX_COUNT = 2**31 - 1  # every number on the command line is held in 32 bits somewhere
-MAX_CONFIG_BYTES = 1 << 20
+EXIT_OK, EXIT_FAILED = 0, 1  # argparse exits with 2 for wrong usage
 LARGE_BYTES = 256 << 20  # a file below this is read before a line about it would be
-KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")
-ACTIVATIONS = ("int8", "float")
-BACKENDS = ("auto", "cpu", "cuda")
-EMBEDDED = "(default: the embedded model)"
-SPLIT_OPTIONS = ("layer_split", "peer_device")
-SPLIT_REFUSAL = "--layer-split and --peer-device do not exist here: one slot, one device"
 
 
 class UsageError(Exception):
@@ -46,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return _command(args)(args)
-    except UsageError as error:
+    except (UsageError, options.OptionRefused) as error:
         parser.error(_one_line(error))
     except CommandError as error:
         _log(f"strata: {_one_line(error)}")
@@ -65,9 +61,8 @@ def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
         return run_serve
     if not args.command:
         raise UsageError("name a command, or --serve for the engine; `strata --help` lists them")
-    if given := [*_given_serve_options(args), *(["config"] if args.config else [])]:
-        names = ", ".join(map(_flag, given))
-        raise UsageError(f"{names} before a command: these belong to --serve")
+    if given := [*options.given_flags(args), *(["--config"] if args.config else [])]:
+        raise UsageError(f"{', '.join(given)} before a command: these belong to --serve")
     return args.run
 
 
@@ -96,35 +91,12 @@ def get_parser(*, commands: bool = True) -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON object with options of --serve, the same names with _ for -; an option given here as well wins",
     )
-    _add_serve_options(parser)
+    options.add_arguments(parser)
     if commands:
         children = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="strata")
         for add in (_add_session, _add_filters, _add_warmup, _add_demo):
             add(children)
     return parser
-
-
-def _add_serve_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("options of --serve")
-    front = parser.add_argument_group("options of --serve with --http")
-    for option in ALL_OPTIONS:
-        (group if option in SERVE_OPTIONS else front).add_argument(
-            _flag(option.name),
-            dest=f"serve_{option.name}",
-            default=argparse.SUPPRESS,
-            type=option.convert,
-            metavar=option.metavar,
-            help=option.help,
-        )
-    for name in SPLIT_OPTIONS:
-        group.add_argument(_flag(name), nargs="*", action=_RefuseSplit, help=argparse.SUPPRESS)
-
-
-class _RefuseSplit(argparse.Action):
-    """Stops the start for options that other engines have and that would be misleading if skipped."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(SPLIT_REFUSAL)
 
 
 def _add_session(commands) -> None:
@@ -180,213 +152,39 @@ def _add_demo(commands) -> None:
     demo.set_defaults(run=run_demo)
 
 
-# --- Options of --serve: one table for the flags, the config file and the defaults ---
+# --- Commands ---
 
 
-class Option(NamedTuple):
-    """One option; `name` is its key in the config file and its field in engine.EngineOptions."""
+def run_serve(args: argparse.Namespace) -> int:
+    """The engine on stdin and stdout until QUIT or the end of input, or the HTTP front until a signal."""
+    settings, front = options.read_options(args)
+    settings = replace(settings, model=_model_path(settings.model))
+    if settings.slot_save_path is not None:
+        _create_folder(settings.slot_save_path)
+    if front.http is not None:
+        if "--api-key" in options.given_flags(args):
+            _log("--api-key stands in the list of processes; --api-key-file and STRATA_API_KEY do not")
+        return _run_front(settings, front)
+    import engine
+    import serveloop
 
-    name: str
-    json_type: type  # what a config file must give: str or int
-    default: str | int | None
-    convert: Callable[[str], str | int]
-    metavar: str
-    help: str
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _number(low: int) -> Callable[[str], int]:
-    """A converter for whole numbers of at least `low`."""
-
-    def convert(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and low <= int(text[:11]) <= MAX_COUNT and len(text) <= 10):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {MAX_COUNT}")
-        return int(text)
-
-    return convert
+    try:
+        return serveloop.serve(settings, sys.stdin.buffer, sys.stdout.buffer, _log)
+    except engine.ModelError as error:
+        raise CommandError(str(error)) from error
+    except MemoryError as error:
+        raise CommandError(f"not enough memory for this model and context: {error}") from error
 
 
-def _choice(words: tuple[str, ...]) -> Callable[[str], str]:
-    """A converter that takes one of some words."""
+def _run_front(settings: options.EngineOptions, http: options.HttpOptions) -> int:
+    """The HTTP front; its child is this program with the engine's options."""
+    import httpfront
 
-    def convert(text: str) -> str:
-        if text not in words:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(words)}")
-        return text
-
-    return convert
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("it must not be empty")
-    return text
-
-
-def _file(text: str) -> str:
-    """The name of a file that may not be there yet."""
-    if not text.strip() or any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
-    return text
-
-
-def _folder(text: str) -> str:
-    """The absolute path of a folder for session files, with links followed now: re-pointing one later moves nothing."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError("an empty folder name")
-    if any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
-        raise argparse.ArgumentTypeError(f"control characters in the folder name {text!r}")
-    return os.path.realpath(text)
-
-
-SERVE_OPTIONS = (
-    Option("model", str, None, _text, "PATH", f"GGUF file, or the first part of a split one {EMBEDDED}"),
-    Option(
-        "slot_save_path",
-        str,
-        None,
-        _folder,
-        "DIR",
-        "folder for session files, created with mode 0700; relative paths of SAVE and RESTORE are taken below it",
-    ),
-    Option(
-        "max_context",
-        int,
-        None,
-        _number(1),
-        "N",
-        "cells of context (default: what the model was made for, at most 4096)",
-    ),
-    Option("kv", str, "fp16", _choice(KV_FORMATS), "|".join(KV_FORMATS), "format of K and V (default: fp16)"),
-    Option(
-        "kv_resident",
-        int,
-        0,
-        _number(0),
-        "N",
-        "CUDA: keep N cells of each layer in VRAM, all in pinned RAM (default: 0, off)",
-    ),
-    Option(
-        "backend",
-        str,
-        "auto",
-        _choice(BACKENDS),
-        "|".join(BACKENDS),
-        "where the model runs (default: auto, the best there is)",
-    ),
-    Option(
-        "prompt_cache",
-        int,
-        6,
-        _number(0),
-        "N",
-        "checkpoints kept (default: 6); 0 turns off reuse, parking and session files",
-    ),
-    Option("prompt_cache_every", int, 16384, _number(1), "N", "tokens between two checkpoints (default: 16384)"),
-    Option(
-        "prompt_cache_root",
-        int,
-        64,
-        _number(0),
-        "N",
-        "shortest system prompt whose checkpoint stays (default: 64)",
-    ),
-    Option(
-        "conversation_cache_mib",
-        int,
-        None,
-        _number(0),
-        "N",
-        "RAM for parked conversations (default: a quarter of what is free at the start); 0 is off",
-    ),
-    Option("conversation_cache_slots", int, 32, _number(1), "N", "most parked conversations (default: 32)"),
-    Option(
-        "conversation_cache_min_free_mib",
-        int,
-        2560,
-        _number(0),
-        "N",
-        "RAM that parking, SAVE and RESTORE leave free (default: 2560)",
-    ),
-    Option(
-        "session_min_free_mib", int, 4096, _number(0), "N", "disk that SAVE leaves free (default: 4096); 0 asks nothing"
-    ),
-    Option(
-        "spec", int, None, _number(1), "N", "window of speculative decoding (default: 4 with a draft layer); 1 is off"
-    ),
-    Option("threads", int, None, _number(1), "N", "compute threads (default: the cores that this process may use)"),
-    Option(
-        "control_vector", str, None, _text, "FILE[:SCALE]", "control vector added to the model's layers (default: none)"
-    ),
-    Option(
-        "activations",
-        str,
-        "int8",
-        _choice(ACTIVATIONS),
-        "|".join(ACTIVATIONS),
-        "what quantised weights are multiplied with (default: int8, rounded; float is exact and slower)",
-    ),
-    Option(
-        "expert_cache_mib",
-        int,
-        0,
-        _number(0),
-        "N",
-        "CUDA: VRAM for experts, the CPU computes with those that find no room (default: 0, what is free)",
-    ),
-    Option(
-        "expert_profile_save",
-        str,
-        None,
-        _file,
-        "FILE",
-        "CUDA: file that remembers which experts are used most; a start puts these into VRAM first (default: none)",
-    ),
-)
-
-# The front checks these further: it knows what a name, an origin or a host is.
-HTTP_OPTIONS = (
-    Option("http", str, None, _text, "[HOST:]PORT", "serve HTTP there; the engine runs as a child process"),
-    Option("host", str, None, _text, "HOST", "address to listen on, where --http names none (127.0.0.1 unless given)"),
-    Option("api_key", str, None, _text, "KEY", "what clients must send; without one, only known Host names are served"),
-    Option("api_key_file", str, None, _text, "FILE", "file that holds this key and nothing else (or STRATA_API_KEY)"),
-    Option("trusted_origin", str, None, _text, "ORIGIN[,ORIGIN]", "web pages that may use the server from a browser"),
-    Option("allowed_host", str, None, _text, "HOST[,HOST]", "further names under which this server is reached"),
-    Option("session_restore_at_start", str, None, _text, "NAME", "session file to restore when the server has started"),
-    Option("session_save_at_exit", str, None, _text, "NAME", "session file to save to when the server ends"),
-    Option("engine_silence_s", int, 300, _number(1), "N", "seconds of silence that end the engine (default: 300)"),
-)
-ALL_OPTIONS = SERVE_OPTIONS + HTTP_OPTIONS
-
-
-def _given_serve_options(args: argparse.Namespace) -> dict[str, str | int]:
-    """The options of --serve that stand on the command line."""
-    given = vars(args)
-    return {option.name: given[f"serve_{option.name}"] for option in ALL_OPTIONS if f"serve_{option.name}" in given}
-
-
-def serve_options(args: argparse.Namespace) -> dict[str, str | int | None]:
-    """Every option of the engine: the flag, else the config file's value, else the default.
-
-    Raises UsageError for anything in the config file that is not an option of the right type.
-    """
-    return _options(args)[0]
-
-
-def _options(args: argparse.Namespace) -> tuple[dict[str, str | int | None], dict[str, str | int | None]]:
-    """The options of the engine, and those of the HTTP front."""
-    given = (_read_config(args.config) if args.config else {}) | _given_serve_options(args)
-    engine, front = (
-        {option.name: given.get(option.name, option.default) for option in table}
-        for table in (SERVE_OPTIONS, HTTP_OPTIONS)
-    )
-    engine["model"] = _model_path(engine["model"])
-    if front["http"] is None and (idle := [_flag(name) for name in front if name in given]):
-        raise UsageError(f"{', '.join(idle)} without --http: there is no server to use it")
-    return engine, front
+    front = httpfront.FrontOptions.from_flags(settings.model, settings.slot_save_path, http)
+    try:
+        return httpfront.serve(front, [sys.executable, os.path.abspath(__file__), "--serve", *settings.flags()])
+    except httpfront.FrontError as error:
+        raise CommandError(str(error)) from error
 
 
 def _model_path(named: str | None) -> str:
@@ -399,90 +197,6 @@ def _model_path(named: str | None) -> str:
         return gguffile.embedded_model()
     except gguffile.GgufError as error:
         raise UsageError(str(error)) from error
-
-
-def _read_config(path: str) -> dict[str, str | int]:
-    """The options in a config file, each converted as its flag would be."""
-    values = _load_json_object(path)
-    known = {option.name: option for option in ALL_OPTIONS}
-    config = {}
-    for key, value in values.items():
-        if key in SPLIT_OPTIONS:
-            raise UsageError(f"config file {path}: {key}: {SPLIT_REFUSAL}")
-        if key not in known:
-            raise UsageError(f"config file {path}: unknown key {key!r}")
-        option = known[key]
-        if type(value) is not option.json_type:  # not isinstance: JSON's true is no number
-            wanted = "a string" if option.json_type is str else "a whole number"
-            raise UsageError(f"config file {path}: {key} must be {wanted}, found {json.dumps(value)[:80]}")
-        try:
-            config[key] = option.convert(str(value))
-        except argparse.ArgumentTypeError as error:
-            raise UsageError(f"config file {path}: {key}: {error}") from None
-    return config
-
-
-def _load_json_object(path: str) -> dict:
-    """The object in a JSON file; a key given twice is refused, as one of the two would be silently dropped."""
-
-    def unique(pairs: list[tuple[str, object]]) -> dict:
-        values = {}
-        for key, value in pairs:
-            if key in values:
-                raise UsageError(f"config file {path}: key {key!r} is given twice")
-            values[key] = value
-        return values
-
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
-        if len(raw) > MAX_CONFIG_BYTES:
-            raise UsageError(f"config file {path}: larger than {MAX_CONFIG_BYTES} bytes")
-        values = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique)
-    except OSError as error:
-        raise UsageError(f"config file {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"config file {path}: not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"config file {path}: expected one JSON object")
-    return values
-
-
-# --- Commands ---
-
-
-def run_serve(args: argparse.Namespace) -> int:
-    """The engine on stdin and stdout until QUIT or the end of input, or the HTTP front until a signal."""
-    options, http = _options(args)
-    if options["slot_save_path"] is not None:
-        _create_folder(options["slot_save_path"])
-    if http["http"] is not None:
-        return _run_front(options, http, key_in_flags="api_key" in _given_serve_options(args))
-    import engine
-    import serveloop
-
-    try:
-        return serveloop.serve(engine.EngineOptions(**options), sys.stdin.buffer, sys.stdout.buffer, _log)
-    except engine.ModelError as error:
-        raise CommandError(str(error)) from error
-    except MemoryError as error:
-        raise CommandError(f"not enough memory for this model and context: {error}") from error
-
-
-def _run_front(options: dict, http: dict, *, key_in_flags: bool) -> int:
-    """The HTTP front; its child is this program with the engine's options."""
-    import httpfront
-
-    flags = [f"{_flag(name)}={value}" for name, value in options.items() if value is not None]
-    if http["api_key"] is not None and key_in_flags:
-        _log("--api-key stands in the list of processes; --api-key-file and STRATA_API_KEY do not")
-    try:
-        front = httpfront.FrontOptions.from_flags(options["model"], options["slot_save_path"], **http)
-        return httpfront.serve(front, [sys.executable, os.path.abspath(__file__), "--serve", *flags])
-    except httpfront.OptionRefused as error:
-        raise UsageError(str(error)) from error
-    except httpfront.FrontError as error:
-        raise CommandError(str(error)) from error
 
 
 def _one_line(error: Exception) -> str:

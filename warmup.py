@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numba.core import event
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from jit import KERNELS
+from options import EngineOptions
 from sessionfile import SessionError
 from verbs import GenRequest
 

@@ -22,7 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import numpy as np
 import psutil
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
+from options import EngineOptions
 from sessionfile import SessionError
 from verbs import GenRequest, RequestError, Token
 

@@ -26,8 +26,9 @@ from servers import LlamaServer, Server, ServerError, Settings, Strata, llama_ve
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from declaration import TEXT
-from engine import Engine, EngineOptions
+from engine import Engine
 from gguffile import embedded_model
+from options import EngineOptions
 from tokenizer import Tokenizer
 
 DEPTHS, N_DECODED = (64, 4000), 128

@@ -1,7 +1,8 @@
-"""What several test files need: a real model, where one was fetched."""
+"""What several test files need: a real model, where one was fetched, and a bound on memory."""
 
 import os
 import pathlib
+import resource
 import signal
 
 import pytest
@@ -25,3 +26,16 @@ def real_model() -> str:
     if not path.is_file():
         pytest.skip(f"no model at {path}: run `make model` or set STRATA_TEST_MODEL")
     return str(path)
+
+
+HEADROOM_BYTES = 2 << 30  # address space that a broken file of some 100 KB may ask for, beyond what the process has
+
+
+@pytest.fixture
+def bounded_memory():
+    """No more address space than HEADROOM_BYTES above what is in use."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + HEADROOM_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 
 from fingerprint import hash64
-from sessionfile import Checkpoint, Identity, Image, KvHeader, KvLayer
+from sessionfile import Checkpoint, Identity, Image, KvHeader, KvLayer, write_session
 
 DATA = pathlib.Path(__file__).parent / "data" / "session"
 IMAGES = json.loads((DATA / "images.json").read_text())
@@ -84,3 +84,30 @@ def seal(data: bytearray) -> bytes:
     struct.pack_into("<Q", data, 56, hash64(bytes(data[:56])))
     struct.pack_into("<Q", data, len(data) - 16, hash64(bytes(data[64:-16])))
     return bytes(data)
+
+
+class Pattern:
+    """A K/V source of one large part; it may fail at an offset."""
+
+    header = KvHeader(1, 4, 1, 64, 4, 0, 0)
+
+    def __init__(self, size: int, fail_at: int | None = None):
+        self.part_sizes = (size, 0, 3, 0, 0)
+        self.calls = []
+        self._fail_at = fail_at
+
+    def read(self, part, offset, out):
+        self.calls.append((part, offset, out.size))
+        if self._fail_at is not None and offset >= self._fail_at:
+            raise RuntimeError("the pool has gone")
+        out[:] = (np.arange(offset, offset + out.size, dtype=np.uint32) * 7 + part).astype(np.uint8)
+
+
+def bare_image() -> Image:
+    return Image((1,) * 18, 0, 1, False, Checkpoint(np.arange(3, dtype=np.int32)))
+
+
+def write_empty_session(path, n_tokens: int, model: int = 0xAA, config: int = 0xBB) -> int:
+    """A session file of so many tokens and nothing else; its size."""
+    image = Image((0,) * 18, 0, 1, False, Checkpoint(np.arange(n_tokens, dtype=np.int32)))
+    return write_session(str(path), image, Identity(model, config))

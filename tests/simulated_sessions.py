@@ -72,7 +72,7 @@ def held(session: Session) -> tuple:
 @pytest.mark.parametrize(("name", "n_prompt"), [("qwen2", 6), ("qwen4exp", 3)])
 def test_greedy_tokens_are_those_of_the_cpu(name, n_prompt):
     prompt = ids(n_prompt)
-    on_cpu = new_session(name, backend="cpu", activations="float32")
+    on_cpu = new_session(name, backend="cpu", activations="float")
     expected = ask(on_cpu, prompt, 3)
     session = new_session(name)
     assert session.engine.backend == "cuda"
@@ -83,13 +83,13 @@ def test_greedy_tokens_are_those_of_the_cpu(name, n_prompt):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3next", "qwen35moe", "qwen4exp-8layers"])
 def test_every_kind_of_layer_gives_the_tokens_of_the_cpu(name, products_of_the_cpu):
-    expected = ask(new_session(name, backend="cpu", activations="float32"), ids(7), 2)
+    expected = ask(new_session(name, backend="cpu", activations="float"), ids(7), 2)
     assert ask(new_session(name), ids(7), 2).tokens == expected.tokens
 
 
 def test_a_sampled_answer_is_that_of_the_cpu(products_of_the_cpu):
     options = {"temperature": 0.7, "seed": 5, "top_p": 0.9}
-    expected = ask(new_session(backend="cpu", activations="float32"), ids(5), 3, **options)
+    expected = ask(new_session(backend="cpu", activations="float"), ids(5), 3, **options)
     assert ask(new_session(), ids(5), 3, **options).tokens == expected.tokens
 
 

@@ -8,8 +8,8 @@ import pytest
 import chatapi
 from answertext import MARKS as ANSWER_MARKS
 from gguffile import embedded_model
+from given_tokenizer import CHATML, write_model
 from runningfront import TEMPLATE
-from test_tokenizer import CHATML, write_model
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED, Tokenizer, TokenizerError
 
 WORDS = ["<think>", "<tool_response>"]
@@ -184,6 +184,7 @@ def test_an_ordinary_conversation_has_the_ids_that_the_library_finds(request, lo
         assert all(message["content"] in text for message in TALK[:n])
 
 
+@pytest.mark.slow
 def test_long_texts_are_cut_where_it_changes_no_id(real_model):
     chosen = random.Random(5)
     scraps = ["word", " word", "\n", "\n\n", "  ", "\t", ";\n", "don't", " 12", "ß", "漢字", "!", " é", "A", "<b>"]

@@ -13,24 +13,24 @@ import tempfile
 
 import pytest
 
-import engine
 import gguffile
+import options
 import strata
-from test_tokenizer import IM_END, IM_START, TOKENS, write_model
+from given_tokenizer import IM_END, IM_START, TOKENS, write_model
 
 BASE = ["--serve", "--model", "m.gguf"]
 
 
-def options(*args: str) -> dict:
-    """The options of --serve that a command line gives."""
-    return strata.serve_options(strata.get_parser().parse_args([*BASE, *args]))
+def settings(*args: str) -> options.EngineOptions:
+    """The engine's options that a command line gives."""
+    return options.read_options(strata.get_parser().parse_args(["--serve", *args]))[0]
 
 
 def usage_error(capsys, *args: str) -> str:
     """The message of a command line that exits with 2."""
     with pytest.raises(SystemExit) as caught:
         strata.main(list(args))
-    assert caught.value.code == strata.EXIT_USAGE
+    assert caught.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     return printed.err
@@ -51,20 +51,14 @@ def config(tmp_path):
 # --- Options of --serve ---
 
 
-def test_defaults_are_the_engines_own():
-    defaults = {option.name: option.default for option in strata.SERVE_OPTIONS}
-    assert vars(engine.EngineOptions(model=None, slot_save_path=None)) == defaults
-
-
 def test_a_flag_wins_over_the_config_file_and_that_over_the_default(config):
     path = config({"kv": "int8", "threads": 3, "prompt_cache": 0})
-    given = options("--config", path, "--threads", "2")
-    assert (given["threads"], given["kv"], given["prompt_cache"], given["spec"]) == (2, "int8", 0, None)
+    given = settings("--config", path, "--threads", "2")
+    assert given == options.EngineOptions(threads=2, kv="int8", prompt_cache=0)
 
 
 def test_the_config_file_may_name_the_model(config):
-    args = strata.get_parser().parse_args(["--serve", "--config", config({"model": "other.gguf"})])
-    assert strata.serve_options(args)["model"] == "other.gguf"
+    assert settings("--config", config({"model": "other.gguf"})).model == "other.gguf"
 
 
 @pytest.mark.parametrize("number", ["-1", "2.0", "2147483648", "9" * 5000, "", " 1", "1_0", "٣", "0x10", "1e3"])
@@ -136,7 +130,7 @@ def test_a_config_file_that_cannot_be_read_is_named(capsys, tmp_path):
 
 
 def test_a_config_file_may_start_with_a_byte_order_mark(config):
-    assert options("--config", config('\ufeff{"threads": 3}'))["threads"] == 3
+    assert settings("--config", config('\ufeff{"threads": 3}')).threads == 3
 
 
 @pytest.mark.parametrize("command", [["--serve"], ["tokenize"], ["detokenize"], ["warmup"], ["demo"]])
@@ -180,7 +174,7 @@ def test_a_missing_folder_is_made_for_its_owner_alone(tmp_path, umask):
     wanted = tmp_path / "a b" / "日本" / "чат"
     before = os.umask(umask)
     try:
-        strata._create_folder(options("--slot-save-path", f"{wanted}/")["slot_save_path"])
+        strata._create_folder(settings("--slot-save-path", f"{wanted}/").slot_save_path)
     finally:
         os.umask(before)
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in (wanted, *wanted.parents[:2])] == [0o700] * 3
@@ -190,7 +184,7 @@ def test_a_folder_becomes_absolute_and_links_are_followed_at_the_start(tmp_path,
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     monkeypatch.chdir(tmp_path)
-    assert options("--slot-save-path", "link/sub")["slot_save_path"] == str(tmp_path / "real" / "sub")
+    assert settings("--slot-save-path", "link/sub").slot_save_path == str(tmp_path / "real" / "sub")
 
 
 def test_a_folder_that_exists_stays_as_it_is(tmp_path):
@@ -349,6 +343,7 @@ def test_a_model_that_cannot_be_used_is_one_line_and_exit_1(model, message):
     assert message in ran.stderr
 
 
+@pytest.mark.processes
 def test_a_conversation_in_a_pipeline_survives(real_model, tmp_path):
     """The README's example, and its second half in another engine."""
     me = f"{sys.executable} {strata.__file__}"

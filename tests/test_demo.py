@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 import demo
-from test_tokenizer import ALPHABET, CHATML, IM_END, TOKENS, write_model
+from given_tokenizer import ALPHABET, CHATML, IM_END, TOKENS, write_model
 
 # It answers as `strata --serve` does. The tokens depend on the whole prompt, what is held on what was held or restored.
 ENGINE = """

@@ -16,6 +16,7 @@ import serveloop
 import sessionlayout as layout
 import strata
 import verbs
+from options import ALL_OPTIONS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -41,7 +42,7 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
 
 
 COMMANDS = dict(parsers(strata.get_parser()))
-ALL_OPTIONS = set().union(*map(options, COMMANDS.values()))
+FLAGS = set().union(*map(options, COMMANDS.values()))
 
 
 def plain(page: str) -> str:
@@ -53,7 +54,7 @@ def plain(page: str) -> str:
 
 
 def test_the_page_has_every_option_and_no_other():
-    assert set(re.findall(r"--[a-z][a-z-]+", plain(PAGE))) == ALL_OPTIONS - {"--help"}
+    assert set(re.findall(r"--[a-z][a-z-]+", plain(PAGE))) == FLAGS - {"--help"}
 
 
 def test_the_page_is_the_one_that_make_man_writes(tmp_path):
@@ -77,21 +78,18 @@ def test_the_page_is_the_one_that_make_man_writes(tmp_path):
 
 
 def test_the_readme_names_only_options_and_commands_that_exist():
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= ALL_OPTIONS
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= FLAGS
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", README, re.DOTALL))
     shown = {f"strata {words}" for words in re.findall(r"\bstrata ((?:session )?[a-z]+)", code)}
     assert shown == COMMANDS.keys() - {"strata", "strata session"}
 
 
-def test_defaults_in_the_help_are_those_of_the_table():
-    for option in strata.SERVE_OPTIONS:
-        said = re.search(r"\(default: (\w+)", option.help)
-        if option.default is not None:
-            assert said, option.name
-            assert said[1] == str(option.default), option.name
+@pytest.mark.parametrize("option", ALL_OPTIONS, ids=lambda option: option.name)
+def test_the_help_of_an_option_says_its_default(option):
+    assert option.default is None or f"(default: {option.default}" in option.help
 
 
-@pytest.mark.parametrize("code", [strata.EXIT_OK, strata.EXIT_FAILED, strata.EXIT_USAGE])
+@pytest.mark.parametrize("code", [strata.EXIT_OK, strata.EXIT_FAILED, 2])
 def test_exit_codes_are_documented(code):
     assert re.search(rf"^\.B {code}$", PAGE, re.MULTILINE)
 
@@ -102,11 +100,20 @@ def test_one_version_everywhere():
     assert (ROOT / "CHANGELOG.md").read_text().count(f"\n## {strata.__version__}") == 1
 
 
-def test_the_readme_lists_the_modules_of_the_wheel():
+def test_the_readme_lists_the_modules_of_the_wheel_in_their_wings():
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    listed = set(re.findall(r"^ *(\w+)\.py ", README, re.MULTILINE))
-    modules = {path.stem for path in ROOT.glob("*.py")}
-    assert listed == modules == set(tool["py-modules"])
+    listed = re.findall(r"^(\w+)\.py ", README, re.MULTILINE)
+    assert listed == tool["py-modules"], "one order in both"
+    assert set(listed) == {path.stem for path in ROOT.glob("*.py")}
+
+
+def test_make_quick_leaves_out_every_marker_and_each_is_used():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    markers = [line.split(":")[0] for line in project["tool"]["pytest"]["ini_options"]["markers"]]
+    left_out = re.search(r"^LONG := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert left_out.split(" or ") == markers
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    assert [marker for marker in markers if not re.search(rf"pytest\.mark\.{marker}\b", tests)] == []
 
 
 # --- strata-session.5 against sessionlayout.py ---

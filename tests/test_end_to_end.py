@@ -2,28 +2,17 @@
 
 import json
 import os
-import pathlib
 import resource
 import signal
 import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 
+from given_engineprocess import PATIENCE_S, command, gen
 from sessionfile import verify_session
 from tinyengine import MODELS, ask, ids, joined, new_session, tree
 from verbs import TERMINAL_WORDS
-
-STRATA = pathlib.Path(__file__).parent.parent / "strata.py"
-QUICK = ["--backend=cpu", "--threads=1", "--session-min-free-mib=0", "--conversation-cache-min-free-mib=0"]
-PATIENCE_S = 600  # after a change of the kernels the first process waits for the compiler
-
-
-def command(model: str, folder, *flags: str) -> list[str]:
-    files = [f"--model={MODELS / model}.gguf", f"--slot-save-path={folder}"]
-    context = [] if any(flag.startswith("--max-context") for flag in flags) else ["--max-context=256"]
-    return [sys.executable, str(STRATA), "--serve", *files, *QUICK, *context, *flags]
 
 
 class Talk(NamedTuple):
@@ -45,10 +34,6 @@ class Talk(NamedTuple):
 
     def reused(self, number: int = 0) -> int:
         return [int(line.split()[1]) for line in self.lines if line.startswith("RESUME")][number]
-
-
-def gen(prompt, max_new: int = 16, options: str = "") -> str:
-    return f"GEN {max_new} {options}{','.join(map(str, prompt))}\n"
 
 
 def talk(script: str | bytes, model: str, folder, *flags: str, env=None) -> Talk:
@@ -101,6 +86,7 @@ def read_to(process, word: str) -> list[str]:
 # --- a conversation goes on in another process
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -133,6 +119,7 @@ def test_a_second_process_goes_on_where_the_first_one_ended(model, options, fold
     assert verify_session(str(folder / "a.bin")).image.live.n_tokens == n_held
 
 
+@pytest.mark.processes
 def test_one_process_that_did_both_gives_the_same_tokens(folder):
     """Three processes: the tokens of a restored conversation are those of one that was never interrupted."""
     first = talk(gen(ids(40)) + "SAVE a.bin\nQUIT\n", "qwen4exp", folder)
@@ -146,6 +133,7 @@ def test_one_process_that_did_both_gives_the_same_tokens(folder):
 # --- refusals
 
 
+@pytest.mark.processes
 def test_refused_restores_leave_the_live_conversation_answering(folder):
     first = talk("SAVE early.bin\n" + gen(ids(40)) + "SAVE a.bin\n", "qwen4exp", folder)
     assert [line.split()[:3] for line in first.terminal[:1]] == [["SERR", "invalid", "0"]]
@@ -176,6 +164,7 @@ def test_refused_restores_leave_the_live_conversation_answering(folder):
     assert tree(folder) == files
 
 
+@pytest.mark.processes
 def test_bad_models_and_options_end_with_one_line_and_exit_code_1(tmp_path):
     whole = (MODELS / "llama.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[: len(whole) // 2])
@@ -193,6 +182,7 @@ def test_bad_models_and_options_end_with_one_line_and_exit_code_1(tmp_path):
 # --- paths, line ends, the end of input
 
 
+@pytest.mark.processes
 def test_names_of_every_script_in_a_bare_locale(folder):
     """UTF-8 names, blanks and a carriage return, in the C locale and with an open umask."""
     names = ["日本.bin", "a b.bin", "é.bin", "e\u0301.bin", "🙂.bin", "z" * 196 + ".bin"]
@@ -211,6 +201,7 @@ def test_names_of_every_script_in_a_bare_locale(folder):
     assert len({path.read_bytes() for path in folder.iterdir()}) == 1
 
 
+@pytest.mark.processes
 def test_stats_and_refused_lines_keep_the_process_in_step(folder):
     script = "\nHELLO\ngen 4 1\nGEN\nGEN 4 1,99999\nSAVE\nSTOP\n" + gen(ids(20), 4) + "STATS\n" + gen(ids(240), 9)
     result = talk(script, "qwen4exp", folder)
@@ -224,6 +215,7 @@ def test_stats_and_refused_lines_keep_the_process_in_step(folder):
 # --- STOP, closed pipes, killed processes
 
 
+@pytest.mark.processes
 def test_stop_ends_a_running_answer_and_what_was_said_is_held(child):
     process = child("qwen4exp", "--max-context=4096")
     send(process, gen(ids(30), 4000))
@@ -242,6 +234,7 @@ def test_stop_ends_a_running_answer_and_what_was_said_is_held(child):
     assert process.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.processes
 def test_a_save_whose_reader_goes_away_leaves_a_whole_file_or_none(child, folder):
     process = child("qwen4exp")
     send(process, gen(ids(40)))
@@ -256,6 +249,7 @@ def test_a_save_whose_reader_goes_away_leaves_a_whole_file_or_none(child, folder
         verify_session(str(path))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("n_saves", [1, 7])
 def test_a_process_killed_while_it_saves_leaves_the_last_whole_file(n_saves, child, folder):
     process = child("qwen4exp")
@@ -270,6 +264,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_whole_file(n_saves, chi
     assert verify_session(str(folder / "a.bin")).image.live.n_tokens == 55
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="this system sets no limits of other processes")
 @pytest.mark.parametrize("verb", ["SAVE", "AUTOSAVE", "RESTORE"])
 def test_a_transfer_without_address_space_is_refused_and_the_conversation_goes_on(verb, child, folder):

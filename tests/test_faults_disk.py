@@ -19,9 +19,11 @@ import blockfile
 import killed_saves
 import unfinished
 from faultlayer import FaultySystem, count, first, installed
+from given_session import Live, refusal_of
 from sessionfile import Limits, SessionError, inspect_session, read_session, verify_session, write_session
-from test_faults_session import Live, refusal_of
 from tinyengine import held, tree
+
+pytestmark = pytest.mark.faults
 
 NAME_MAX = 255
 NOBODY = 65534

@@ -12,7 +12,9 @@ import pytest
 import weights
 from faultlayer import count
 from gguffile import _Reader, open_gguf
-from test_weights import bounded_memory, fixture, loaded_or_refused, run  # noqa: F401
+from given_weights import fixture, loaded_or_refused, run
+
+pytestmark = pytest.mark.faults
 
 HOSTILE = {
     4: (0, 1, 2, 3, 255, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF),
@@ -73,7 +75,7 @@ def outcomes(path, data: bytes, numbers: list[Number]) -> set[bool]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen4exp"])
-def test_every_number_of_header_entries_and_keys(name, tmp_path, bounded_memory):  # noqa: F811
+def test_every_number_of_header_entries_and_keys(name, tmp_path, bounded_memory):
     data, reader = fixture(name).read_bytes(), open_gguf(fixture(name))
     tensors = [tensor.name for tensor in reader.tensors]
     fields = [key for key in reader.fields if not key.startswith("GGUF.")]
@@ -82,7 +84,7 @@ def test_every_number_of_header_entries_and_keys(name, tmp_path, bounded_memory)
     assert outcomes(tmp_path / "broken.gguf", data, numbers) == {True, False}
 
 
-def test_tensors_that_share_their_bytes_or_have_none(tmp_path, bounded_memory):  # noqa: F811
+def test_tensors_that_share_their_bytes_or_have_none(tmp_path, bounded_memory):
     """Every entry at one offset, entries that point at each other's bytes in a ring, and one behind the end."""
     data, reader = bytearray(fixture("llama").read_bytes()), open_gguf(fixture("llama"))
     tensors = list(reader.tensors)

@@ -12,8 +12,8 @@ import pytest
 import killed_saves
 import serveloop
 import unfinished
-from engine import EngineOptions
 from faultlayer import count
+from options import EngineOptions
 from sessionfile import list_sessions, verify_session, write_session
 from sessionfolder import SessionFolder, sweep
 from tinyengine import DEFAULTS, MODELS, tree
@@ -54,6 +54,7 @@ def written(tmp_path_factory):
     return (folder / "1").read_bytes(), (folder / "2").read_bytes()
 
 
+@pytest.mark.kills
 def test_a_save_killed_at_every_call(tmp_path, written):
     seen = []
     for folder in killed(tmp_path, "safe"):
@@ -69,6 +70,7 @@ def test_a_save_killed_at_every_call(tmp_path, written):
     assert len(sizes) > 10
 
 
+@pytest.mark.kills
 def test_a_writer_that_works_on_the_old_file_is_found(tmp_path, written):
     folders = killed(tmp_path, "direct")
     with pytest.raises(AssertionError, match="neither the old file nor the new one"):

@@ -10,13 +10,13 @@ import sys
 import pytest
 
 import broken_engine
-import serveloop
-import test_serveloop
 from faultlayer import count
+from given_enginefront import QUICK, EngineFront, conversation, refused
+from given_engineprocess import PATIENCE_S, command, gen
 from runningfront import RunningFront, write_tokenizer_model
-from test_end_to_end import PATIENCE_S, command, gen
-from test_http_engine import QUICK, EngineFront, conversation, refused
 from tinyengine import ask, ids, new_session
+
+pytestmark = pytest.mark.processes
 
 MIB = 1 << 20
 MOST_RISE_MIB = 150  # a line of 64 MiB, and room for it to grow
@@ -169,9 +169,3 @@ def test_half_a_command_and_the_end_of_input_do_nothing(engine, tmp_path):
     assert engine.wait(PATIENCE_S) == 0
     assert not list((tmp_path / "saved").iterdir())
     count("hostile bytes on stdin")
-
-
-def test_a_reader_without_a_limit_is_found(monkeypatch):
-    monkeypatch.setattr(serveloop, "MAX_LINE_BYTES", 1 << 40)
-    with pytest.raises(AssertionError):
-        test_serveloop.test_a_line_of_70_mib_is_refused_without_being_held()

@@ -11,6 +11,8 @@ from kvcache import Cache
 from sessionfile import SessionError
 from tinyengine import shared_engine
 
+pytestmark = pytest.mark.soak
+
 N_VERBS = 150
 
 

@@ -15,10 +15,10 @@ import pytest
 import blockfile
 from blockfile import BlockReader, BlockWriter, WindowsSystem
 from faultlayer import CODES, KINDS, count
+from given_session import refusal_of
 from sessionfile import SessionError, read_session, verify_session, write_session
 from sessionimages import identity, image, plain
 from sessionlayout import Limits
-from test_faults_session import refusal_of
 
 NAME = "ckpt1_images_2kv"
 FOLDER = "C:\\chats"

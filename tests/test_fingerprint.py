@@ -23,34 +23,11 @@ from fingerprint import (
     model_fingerprint,
     role_list,
 )
-from sessionimages import DATA, number, pattern
+from given_hashes import HASHES, data_of
+from sessionimages import DATA, number
 
-HASHES = json.loads((DATA / "hash_vectors.json").read_text())
 IDENTITIES = json.loads((DATA / "identity_vectors.json").read_text())
 CRC_LENGTHS = (0, 1, 7, 8, 9, 15, 16, 17, 4095, 4096, 12287, 12288, 12289, 12300, 3 * 12288 + 5, 100_003)
-
-
-def mixed(n: int, add: int) -> np.ndarray:
-    k = np.arange(n, dtype=np.uint64)
-    factors = (np.uint64(value) for value in (131, 17, 29))
-    shifts = (np.uint64(value) for value in (0, 8, 16))
-    total = sum((k >> shift) * factor for shift, factor in zip(shifts, factors, strict=True)) + np.uint64(add)
-    return total.astype(np.uint8)
-
-
-def data_of(description: dict) -> np.ndarray:
-    match description:
-        case {"affine": {"n": n, "mul": mul, "add": add}}:
-            return pattern(n, mul, add)
-        case {"mix": {"n": n, "add": add}}:
-            return mixed(n, add)
-        case {"const": {"n": n, "value": value}}:
-            return np.full(n, value, np.uint8)
-        case {"ascii": text}:
-            return np.frombuffer(text.encode(), np.uint8)
-        case {"hex": text}:
-            return np.frombuffer(bytes.fromhex(text), np.uint8)
-    raise ValueError(description)
 
 
 def doubles(value: str) -> float:

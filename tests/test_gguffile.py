@@ -42,6 +42,7 @@ def test_fields_and_tensors_are_those_of_the_library(model):
         np.testing.assert_array_equal(mine.data, other.data)
 
 
+@pytest.mark.faults
 def test_a_file_cut_anywhere_is_refused(model, tmp_path):
     whole, cut = model.read_bytes(), tmp_path / "cut.gguf"
     last = open_gguf(model).tensors[-1]  # padding may follow it, and may be missing

@@ -201,6 +201,7 @@ def test_lines_for_the_log_are_no_answers(front):
     assert len(front.pids()) == 1
 
 
+@pytest.mark.slow
 def test_a_line_for_the_log_is_no_sign_of_life(make_front):
     front = make_front(silence_s=1)
     front.chat()
@@ -458,6 +459,7 @@ def test_a_first_start_that_fails_ends_the_server(model, tmp_path):
 # --- Silence ---
 
 
+@pytest.mark.slow
 def test_a_silent_child_is_ended(make_front):
     front = make_front(silence_s=1)
     front.script("GEN", "@deaf")
@@ -469,6 +471,7 @@ def test_a_silent_child_is_ended(make_front):
     assert front.chat().status_code == 200
 
 
+@pytest.mark.slow
 def test_a_running_allowance_is_longer_than_the_limit_on_silence(make_front):
     front = make_front(silence_s=1)
     front.chat()
@@ -480,6 +483,7 @@ def test_a_running_allowance_is_longer_than_the_limit_on_silence(make_front):
     assert answers[0].status_code == 200
 
 
+@pytest.mark.slow
 def test_an_allowance_ends_with_the_next_line(make_front):
     front = make_front(silence_s=1)
     front.chat()
@@ -487,6 +491,7 @@ def test_an_allowance_ends_with_the_next_line(make_front):
     refused(front.slot("save", "a.bin"), 500, "silent for 1 s")
 
 
+@pytest.mark.slow
 def test_progress_keeps_a_save_alive_past_the_limit(make_front):
     front = make_front(silence_s=1)
     front.chat()
@@ -797,6 +802,7 @@ def test_a_stop_string_stops_the_child(front):
 # --- A crowd ---
 
 
+@pytest.mark.slow
 def test_a_crowd(front):
     """Twenty clients at random: every answer is well-formed, and what was saved last under a name comes back."""
     faults: list[str] = []

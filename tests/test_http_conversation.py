@@ -152,6 +152,7 @@ def test_other_slots_and_a_broken_answer(front):
         front.chat()
 
 
+@pytest.mark.slow
 def test_a_conversation_of_a_million_tokens_is_one_line(front):
     front.script("TOKENS", f"TOKENS 1000000 {','.join(['100'] * 1_000_000)}")
     front.chat()

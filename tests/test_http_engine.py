@@ -3,88 +3,21 @@
 import os
 import pathlib
 import random
-import signal
 import stat
-import sys
 import threading
 
 import pytest
 
 import sessionfile
-from runningfront import RunningFront
+from given_enginefront import MODEL, N_NEW, EngineFront, conversation, refused, some_ids
 
-ROOT = pathlib.Path(__file__).parent.parent
-MODEL = str(ROOT / "tests" / "data" / "model" / "llama.gguf")
-QUICK = ("--session-min-free-mib=0", "--conversation-cache-min-free-mib=0", "--threads=1", "--prompt-cache-root=64")
-N_NEW = 16
 CHAT = [{"role": "system", "content": "Be brief. " * 12}, {"role": "user", "content": "What is it? " * 40}]
-
-
-class EngineFront(RunningFront):
-    """A front over the engine, with saved sessions in a folder of their own."""
-
-    # The first answers after a change of the kernels wait for the compiler.
-    deadline_s = 600.0
-
-    def __init__(self, folder: pathlib.Path, *flags: str, saved: pathlib.Path | None = None, model: str = MODEL):
-        self.saved = saved or folder / "saved"
-        self.saved.mkdir(exist_ok=True, mode=0o700)
-        engine = [f"--model={model}", f"--slot-save-path={self.saved}", *QUICK, *flags]
-        command = [sys.executable, str(ROOT / "strata.py"), "--serve", *engine]
-        super().__init__(folder, model, command=command, slot_save_path=str(self.saved))
-
-    def turn(self, ids: list[int], n_new: int = N_NEW, **fields) -> dict:
-        """A greedy answer to token ids."""
-        answer = self.post("/completion", {"prompt": ids, "n_predict": n_new, "temperature": 0, **fields})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def save(self, name: str) -> dict:
-        return self._succeed("save", name)
-
-    def restore(self, name: str) -> dict:
-        return self._succeed("restore", name)
-
-    def _succeed(self, action: str, name: str) -> dict:
-        answer = self.slot(action, name)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def kill_engine(self) -> None:
-        os.kill(self.front.child.pid, signal.SIGKILL)
-        self.wait_for(lambda: self.get("/slots").json()[0]["model"] == "unloaded", "its end")
-
-    def restart_engine(self) -> None:
-        self.kill_engine()
-        assert self.post("/load").status_code == 200
-
-    def held(self) -> int:
-        return self.get("/slots").json()[0]["n_prompt_tokens"]
 
 
 @pytest.fixture(scope="module")
 def front(tmp_path_factory):
     with EngineFront(tmp_path_factory.mktemp("engine")) as front:
         yield front
-
-
-def some_ids(n_tokens: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(17, 273), k=n_tokens)
-
-
-def conversation(front, n_tokens: int = 300, seed: int = 0) -> tuple[list[int], int]:
-    """Hold a new conversation; its next prompt, and how many tokens of it are held."""
-    ids = some_ids(n_tokens, seed)
-    answer = front.turn(ids)
-    assert len(answer["tokens"]) == N_NEW, "the tiny model ended its answer early: choose another seed"
-    return ids + answer["tokens"] + some_ids(20, seed + 1), n_tokens + N_NEW - 1
-
-
-def refused(answer, status: int, kind: str | None = None) -> str:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert error.get("kind") == kind
-    return error["message"]
 
 
 def test_a_restored_conversation_is_used_after_a_kill(front):
@@ -120,6 +53,7 @@ def test_a_chat_by_messages_is_reused_up_to_its_last_turn(front):
     assert cached >= saved["n_saved"] - N_NEW - n_last_turn > 0
 
 
+@pytest.mark.processes
 def test_a_prompt_that_is_only_read_is_held_for_the_next_turn(front):
     ids = some_ids(150, 61)
     front.slot("erase")
@@ -128,6 +62,7 @@ def test_a_prompt_that_is_only_read_is_held_for_the_next_turn(front):
     assert front.turn([*ids, 20, 21], 4)["timings"]["cache_n"] >= len(ids) - 1
 
 
+@pytest.mark.processes
 def test_exactly_the_saved_prompt_again(front):
     ids = some_ids(200, 3)
     control = front.turn(ids)
@@ -139,6 +74,7 @@ def test_exactly_the_saved_prompt_again(front):
     assert answer["timings"]["prompt_n"] >= 1
 
 
+@pytest.mark.processes
 def test_five_restarts_give_the_same_each_time(front):
     following, _ = conversation(front, 120, seed=5)
     front.save("often.bin")
@@ -151,6 +87,7 @@ def test_five_restarts_give_the_same_each_time(front):
     assert seen.count(seen[0]) == 5
 
 
+@pytest.mark.processes
 def test_another_chat_in_between_and_restore_again(front):
     following, n_held = conversation(front, 150, seed=7)
     front.save("first.bin")
@@ -159,6 +96,7 @@ def test_another_chat_in_between_and_restore_again(front):
     assert front.turn(following)["timings"]["cache_n"] == n_held
 
 
+@pytest.mark.processes
 def test_saved_again_to_the_same_name_the_longer_chat_comes_back(front):
     following, _ = conversation(front, 100, seed=9)
     front.save("grows.bin")
@@ -171,6 +109,7 @@ def test_saved_again_to_the_same_name_the_longer_chat_comes_back(front):
     assert front.turn(following)["timings"]["cache_n"] == n_held
 
 
+@pytest.mark.processes
 def test_saving_twice_gives_the_same_bytes_and_harms_nothing(front):
     following, n_held = conversation(front, 90, seed=11)
     for name in ("a.bin", "b.bin"):
@@ -179,6 +118,7 @@ def test_saving_twice_gives_the_same_bytes_and_harms_nothing(front):
     assert front.turn(following)["timings"]["cache_n"] == n_held
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("n_tokens", [1, 2])
 def test_the_shortest_chats(front, n_tokens):
     answer = front.turn(some_ids(n_tokens, 13), 1)
@@ -189,12 +129,14 @@ def test_the_shortest_chats(front, n_tokens):
     assert front.turn(following)["timings"]["cache_n"] == n_tokens
 
 
+@pytest.mark.processes
 def test_nothing_to_save(front):
     front.restart_engine()
     assert "nothing" in refused(front.slot("save", "none.bin"), 400, "invalid")
     assert not (front.saved / "none.bin").exists()
 
 
+@pytest.mark.processes
 def test_names_become_files_of_their_bytes(front):
     conversation(front, 20, seed=15)
     for name in ("日本.bin", "a b.bin", "e\u0301.bin", "é.bin", "🙂"):
@@ -218,6 +160,7 @@ def damaged(data: bytes) -> dict[str, bytes]:
     return cuts | flips | others
 
 
+@pytest.mark.processes
 def test_bad_files_are_refused_and_the_conversation_goes_on(front):
     following, n_held = conversation(front, 200, seed=17)
     front.save("good.bin")
@@ -233,6 +176,7 @@ def test_bad_files_are_refused_and_the_conversation_goes_on(front):
     assert (answer["timings"]["cache_n"], answer["tokens"]) == (n_held, control["tokens"])
 
 
+@pytest.mark.processes
 def test_things_that_are_no_files(front):
     (front.saved / "folder.bin").mkdir()
     os.mkfifo(front.saved / "pipe.bin")
@@ -246,6 +190,7 @@ def test_things_that_are_no_files(front):
         path.rmdir() if name == "folder.bin" else path.unlink()
 
 
+@pytest.mark.processes
 def test_links_are_not_followed(front, tmp_path):
     conversation(front, 30, seed=19)
     outside = tmp_path / "outside.bin"
@@ -258,12 +203,14 @@ def test_links_are_not_followed(front, tmp_path):
     assert not (front.saved / "evil.bin").is_symlink()
 
 
+@pytest.mark.processes
 def test_modes_of_what_is_written(front):
     conversation(front, 30, seed=21)
     front.save("mode.bin")
     assert stat.S_IMODE((front.saved / "mode.bin").stat().st_mode) == 0o600
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written(front):
     following, n_held = conversation(front, 40, seed=23)
@@ -275,6 +222,7 @@ def test_a_folder_that_cannot_be_written(front):
     assert front.turn(following)["timings"]["cache_n"] == n_held
 
 
+@pytest.mark.processes
 def test_a_folder_that_has_gone(tmp_path):
     saved = tmp_path / "gone"
     with EngineFront(tmp_path, saved=saved) as front:
@@ -286,6 +234,7 @@ def test_a_folder_that_has_gone(tmp_path):
         assert front.turn(following)["timings"]["cache_n"] == n_held
 
 
+@pytest.mark.processes
 def test_floors_of_disk_and_memory(tmp_path, front):
     following, n_held = conversation(front, 60, seed=25)
     front.save("floor.bin")
@@ -309,6 +258,7 @@ def test_floors_of_disk_and_memory(tmp_path, front):
 # --- Other settings ---
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("flag", "word"),
     [("--max-context=512", "configuration"), ("--max-context=100", "")],
@@ -321,6 +271,7 @@ def test_other_settings_are_refused_by_name(front, tmp_path, flag, word):
         assert other.turn(some_ids(20, 31))["tokens"]
 
 
+@pytest.mark.processes
 def test_a_model_that_was_moved_is_the_same_model(front, tmp_path):
     following, n_held = conversation(front, 50, seed=33)
     front.save("moved.bin")
@@ -333,6 +284,7 @@ def test_a_model_that_was_moved_is_the_same_model(front, tmp_path):
         assert other.turn(following)["timings"]["cache_n"] == n_held
 
 
+@pytest.mark.processes
 def test_another_model_is_refused_by_name(front, tmp_path):
     conversation(front, 50, seed=34)
     front.save("model.bin")
@@ -343,6 +295,7 @@ def test_another_model_is_refused_by_name(front, tmp_path):
         assert "model" in refused(other.slot("restore", "model.bin"), 400, "invalid")
 
 
+@pytest.mark.processes
 def test_the_list_says_what_belongs_to_this_engine(front, tmp_path):
     conversation(front, 30, seed=35)
     front.save("mine.bin")
@@ -358,6 +311,7 @@ def test_the_list_says_what_belongs_to_this_engine(front, tmp_path):
     assert matches(front)["other.bin"] is False
 
 
+@pytest.mark.processes
 def test_another_chat_template_is_another_model(front, tmp_path):
     """The fingerprint is taken of the file, and the template is in it."""
     conversation(front, 50, seed=36)
@@ -369,6 +323,7 @@ def test_another_chat_template_is_another_model(front, tmp_path):
         assert "model" in refused(other.slot("restore", "template.bin"), 400, "invalid")
 
 
+@pytest.mark.processes
 def test_other_sampling_is_no_other_setting(front):
     following, n_held = conversation(front, 50, seed=35)
     front.save("sampling.bin")
@@ -377,6 +332,7 @@ def test_other_sampling_is_no_other_setting(front):
     assert answer["timings"]["cache_n"] == n_held
 
 
+@pytest.mark.processes
 def test_the_folder_may_be_a_link_that_is_turned_later(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -394,6 +350,7 @@ def test_the_folder_may_be_a_link_that_is_turned_later(tmp_path):
 # --- The context, turns, loading ---
 
 
+@pytest.mark.processes
 def test_a_full_context(tmp_path, front):
     with EngineFront(tmp_path, "--max-context=128") as small:
         ids = some_ids(100, 39)
@@ -407,6 +364,7 @@ def test_a_full_context(tmp_path, front):
         assert small.turn(ids + answer["tokens"][:-1], 1)["timings"]["cache_n"] > 0
 
 
+@pytest.mark.processes
 def test_a_save_and_a_restore_wait_for_the_stream(front):
     ids = some_ids(60, 41)
     control = front.turn(ids, 200)["tokens"]
@@ -424,6 +382,7 @@ def test_a_save_and_a_restore_wait_for_the_stream(front):
         assert front.turn(ids, 200)["tokens"] == control
 
 
+@pytest.mark.processes
 def test_a_stopped_answer_can_be_saved_and_continued(front):
     ids = some_ids(40, 43)
     with front.client.stream("POST", "/completion", json={"prompt": ids, "temperature": 0, "stream": True}) as answer:
@@ -436,6 +395,7 @@ def test_a_stopped_answer_can_be_saved_and_continued(front):
     assert front.restore("stopped.bin")["n_restored"] == n_held
 
 
+@pytest.mark.processes
 def test_the_conversation_is_told_from_the_tokens_that_are_held(front):
     answer = front.chat("In the beginning", max_tokens=12, temperature=0).json()["choices"][0]["message"]["content"]
     held = front.get("/slots/0/conversation").json()
@@ -449,6 +409,7 @@ def test_the_conversation_is_told_from_the_tokens_that_are_held(front):
     assert front.get("/slots/0/conversation").json()["messages"] == held["messages"]
 
 
+@pytest.mark.processes
 def test_unload_and_load(front):
     following, n_held = conversation(front, 80, seed=45)
     front.save("unload.bin")
@@ -461,6 +422,7 @@ def test_unload_and_load(front):
     assert (answer["tokens"], answer["timings"]["cache_n"]) == (control["tokens"], n_held)
 
 
+@pytest.mark.processes
 def test_a_kill_at_any_moment_of_a_save_leaves_the_old_file_or_the_new(front):
     following, _ = conversation(front, 900, seed=49)
     front.save("old.bin")
@@ -486,6 +448,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_old_file_or_the_new(front):
 # --- A crowd ---
 
 
+@pytest.mark.processes
 def test_a_crowd(front):
     """Clients at random: every answer is well-formed, no file is half written, the last save is what comes back."""
     front.turn(some_ids(20, 51))

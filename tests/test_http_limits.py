@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from given_frontprocess import Process
 from httplimits import LimitedProtocol, Limits, OncePerMinute
 from runningfront import RunningFront, write_tokenizer_model
-from test_http_ends import Process
 
 POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 QUICK = Limits(first_byte_s=0.2, head_s=0.2, body_s=0.2, body_bytes_per_s=1 << 20, idle_s=1)
@@ -310,6 +310,7 @@ def test_when_all_are_at_work_the_next_is_told_to_come_again(model, tmp_path):
             front.mark("go")
 
 
+@pytest.mark.slow
 def test_health_answers_behind_more_connections_than_descriptors(tmp_path):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 2500:

@@ -17,16 +17,16 @@ from rich.console import Console
 import httpfront
 import strata
 from childlines import SessionProgress
-from httpfront import FrontOptions, OptionRefused, Terminal
+from given_enginefront import MODEL, QUICK, EngineFront
+from httpfront import FrontOptions, Terminal
+from options import HttpOptions, OptionRefused
 from runningfront import RunningFront, write_tokenizer_model
-from test_http_engine import MODEL, QUICK, EngineFront
 
 STRATA = str(pathlib.Path(strata.__file__))
-FLAGS = {option.name: option.default for option in strata.HTTP_OPTIONS} | {"http": "8080"}
 
 
 def from_flags(folder: str | None = "saved", **flags) -> FrontOptions:
-    return FrontOptions.from_flags("a.gguf", folder, **(FLAGS | flags))
+    return FrontOptions.from_flags("a.gguf", folder, HttpOptions(**({"http": "8080"} | flags)))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,6 @@ def test_lists_are_separated_by_commas():
         ({"session_restore_at_start": "../a.bin"}, "--session-restore-at-start"),
         ({"session_save_at_exit": "a/b"}, "--session-save-at-exit"),
         ({"session_save_at_exit": "x" * 200}, "--session-save-at-exit"),
-        ({"api_key": ""}, "--api-key"),
         ({"api_key": "a", "api_key_file": "b"}, "give one of them"),
         ({"api_key_file": "/nonexistent/key"}, "--api-key-file: '/nonexistent/key' cannot be read"),
         ({"api_key_file": "/"}, "--api-key-file"),
@@ -167,6 +166,7 @@ def test_the_config_file_takes_the_same_names(tmp_path, capsys):
     assert "--session-save-at-exit needs --slot-save-path" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_the_command_line_end_to_end(tmp_path):
     """A conversation survives the server: saved at exit, restored at start, its options in a config file."""
     config = tmp_path / "strata.json"

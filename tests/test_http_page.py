@@ -9,7 +9,7 @@ import scripted_child
 import webpage
 from runningfront import DEADLINE_S, RunningFront, write_tokenizer_model
 from scripted_child import ANSWER
-from test_http_routes import write_session
+from sessionimages import write_empty_session
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -102,6 +102,7 @@ def test_the_policy_allows_one_script_and_one_style(front):
     assert policy["frame-ancestors"] == "'none'"
 
 
+@pytest.mark.browser
 def test_a_chat_is_streamed(front, page):
     page.wait_text("#model", "tiny")
     front.script("GEN", "@accept", "@text first <b>half</b>", "@wait go", "@text  and second", "@ids 257", "@done")
@@ -119,6 +120,7 @@ def test_a_chat_is_streamed(front, page):
     assert front.get("/slots").json()[0]["n_prompt_tokens"] > 100
 
 
+@pytest.mark.browser
 def test_thinking_is_shown_apart(front, page):
     front.script("GEN", "@accept", "@text <think>let me see</think>yes", "@ids 257", "@done")
     page.say("why?")
@@ -126,6 +128,7 @@ def test_thinking_is_shown_apart(front, page):
     page.wait_text(".message.assistant details", "let me see")
 
 
+@pytest.mark.browser
 def test_an_answer_can_be_stopped(front, page):
     front.script("GEN", "@accept", "@text so far", "@wait-stop", "@done")
     page.say("hello")
@@ -137,6 +140,7 @@ def test_an_answer_can_be_stopped(front, page):
     page.wait_text(".message.assistant", ANSWER)
 
 
+@pytest.mark.browser
 def test_an_error_is_shown_and_the_question_kept(front, page):
     front.script("GEN", "ERR not today")
     page.say("hello")
@@ -145,6 +149,7 @@ def test_an_error_is_shown_and_the_question_kept(front, page):
     assert not page.all(".message")
 
 
+@pytest.mark.browser
 def test_save_restore_and_delete(front, page):
     page.say("remember this")
     page.wait_text(".message.assistant", ANSWER)
@@ -160,7 +165,7 @@ def test_save_restore_and_delete(front, page):
     front.slot("save", "kept.bin")
     ids = (front.folder / "saved" / "kept.bin").read_bytes()
     saved.unlink()
-    write_session(saved, 1234)
+    write_empty_session(saved, 1234)
     page.browser.refresh()
     page.wait_text("li .facts", "1234 tokens")
     page.wait_text("li .facts", "just now")
@@ -203,6 +208,7 @@ def words(page) -> list[str]:
     return [message.text for message in page.all(".message")]
 
 
+@pytest.mark.browser
 def test_a_reload_and_saving_again_keep_the_words(front, page):
     page.say("remember this")
     page.wait_text(".note", "tokens reused")
@@ -226,6 +232,7 @@ def alert(page) -> bool:
     return bool(expected_conditions.alert_is_present()(page.browser))
 
 
+@pytest.mark.browser
 def test_an_existing_file_is_replaced_only_when_asked(front, page):
     front.chat("of another")
     front.slot("save", "a.bin")
@@ -239,6 +246,7 @@ def test_an_existing_file_is_replaced_only_when_asked(front, page):
     assert (front.folder / "saved" / "a.bin").read_bytes() == before
 
 
+@pytest.mark.browser
 def test_what_another_client_said_is_not_filed_under_the_words_of_this_page(front, page):
     page.say("mine")
     page.wait_text(".note", "tokens reused")
@@ -253,6 +261,7 @@ def test_what_another_client_said_is_not_filed_under_the_words_of_this_page(fron
     page.wait_text(".message.user", "theirs")
 
 
+@pytest.mark.browser
 def test_another_clients_conversation_is_offered(front, page):
     page.say("mine")
     page.wait_text(".note", "tokens reused")
@@ -269,12 +278,14 @@ def test_another_clients_conversation_is_offered(front, page):
     front.wait_for(lambda: len(front.verbs()) >= 4, "the request")
 
 
+@pytest.mark.browser
 def test_what_has_no_turns_is_shown_as_text(front, page):
     front.post("/completion", {"prompt": "once <b>upon</b>", "n_predict": 2})
     page.browser.refresh()
     page.wait_text(".message.raw", "once <b>upon</b>")
 
 
+@pytest.mark.browser
 def test_what_takes_long_is_said(front, page):
     front.script("GEN", "RESUME 0", "PP 512 9000 1.0 1.0", "@wait go", "PP 9000 9000 1.0 1.0", "@text x", "@done")
     page.say("a long one")
@@ -292,9 +303,10 @@ def test_what_takes_long_is_said(front, page):
     page.wait_text(".message.assistant:last-of-type, .message.assistant", ANSWER)
 
 
+@pytest.mark.browser
 def test_files_of_others_are_marked(front, chromium):
-    write_session(front.folder / "saved" / "model.bin", 5, model=1)
-    write_session(front.folder / "saved" / "settings.bin", 6, config=1)
+    write_empty_session(front.folder / "saved" / "model.bin", 5, model=1)
+    write_empty_session(front.folder / "saved" / "settings.bin", 6, config=1)
     (front.folder / "saved" / "damaged.bin").write_bytes(b"STRSESS\x01" + bytes(20))
     page = Page(chromium, front)
     page.wait_text("li[data-name='model.bin'] .mismatch", "of another model")
@@ -305,6 +317,7 @@ def test_files_of_others_are_marked(front, chromium):
     page.wait_text("#error", "it belongs to another model")
 
 
+@pytest.mark.browser
 def test_progress_is_a_bar(front, page):
     front.chat()
     front.script("SAVE", "SWAIT capture 60", "SESSION 0 1048576", "SESSION 524288 1048576", "@wait go", "@default")
@@ -317,6 +330,7 @@ def test_progress_is_a_bar(front, page):
     page.wait(lambda: not page.one("#progress").is_displayed(), "the bar to go")
 
 
+@pytest.mark.browser
 def test_a_key_is_asked_for(model, tmp_path, chromium):
     with RunningFront(tmp_path, model, api_key="sesame") as front:
         page = Page(chromium, front)

@@ -11,6 +11,7 @@ import pytest
 import sessionfolder
 from runningfront import RunningFront, events, write_tokenizer_model
 from sessionfolder import check_filename
+from sessionimages import write_empty_session
 
 ORIGIN = "https://app.example"
 
@@ -583,31 +584,11 @@ def listed(front) -> dict[str, dict]:
     return {entry["filename"]: entry for entry in front.get("/sessions").json()["data"]}
 
 
-def write_session(path, n_tokens: int, model: int = 0xAA, config: int = 0xBB) -> int:
-    import numpy as np
-
-    import sessionfile
-
-    none = np.zeros(0, np.uint8)
-    live = sessionfile.Checkpoint(
-        ids=np.arange(n_tokens, dtype=np.int32),
-        images=[],
-        gdn=none,
-        ple=none,
-        tails=none,
-        dead=none,
-        block_pos=none,
-        used=0,
-    )
-    image = sessionfile.Image(geometry=(0,) * 18, layer_lo=0, layer_hi=1, cvec=0, live=live, checkpoints=[], kv=[])
-    return sessionfile.write_session(str(path), image, sessionfile.Identity(model, config))
-
-
 def test_the_list_of_sessions(front):
     folder = front.folder / "saved"
-    size = write_session(folder / "mine.bin", 1234)
-    write_session(folder / "other-model.bin", 5, model=1)
-    write_session(folder / "other-config.bin", 6, config=1)
+    size = write_empty_session(folder / "mine.bin", 1234)
+    write_empty_session(folder / "other-model.bin", 5, model=1)
+    write_empty_session(folder / "other-config.bin", 6, config=1)
     (folder / "damaged.bin").write_bytes(b"STRSESS\x01" + bytes(20))
     (folder / "notes.txt").write_text("not a session")
     (folder / ".mine.bin.0123456789abcdef.tmp").write_bytes(b"STRSESS\x01")
@@ -621,19 +602,19 @@ def test_the_list_of_sessions(front):
     assert (found["other-config.bin"]["match"], found["other-config.bin"]["model_match"]) == (False, True)
     assert found["damaged.bin"]["problem"]
     assert found["damaged.bin"]["match"] is False
-    write_session(folder / "mine.bin", 4321)
+    write_empty_session(folder / "mine.bin", 4321)
     assert listed(front)["mine.bin"]["n_tokens"] == 4321
 
 
 def test_deleting_sessions(front, tmp_path):
     folder = front.folder / "saved"
-    write_session(folder / "gone.bin", 3)
+    write_empty_session(folder / "gone.bin", 3)
     answer = front.client.delete("/sessions/gone.bin")
     assert (answer.status_code, answer.json()["filename"]) == (200, "gone.bin")
     assert not (folder / "gone.bin").exists()
     error_of(front.client.delete("/sessions/gone.bin"), 404)
     outside = tmp_path / "outside.bin"
-    write_session(outside, 3)
+    write_empty_session(outside, 3)
     (folder / "evil.bin").symlink_to(outside)
     (folder / "foreign.txt").write_text("mine")
     (folder / "folder.bin").mkdir()

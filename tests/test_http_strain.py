@@ -12,6 +12,8 @@ from runningfront import TEMPLATE, RunningFront, write_tokenizer_model
 from textworker import BODY, IDS
 from textworker import TEMPLATE as RENDERING
 
+pytestmark = pytest.mark.slow
+
 LOOP = (
     "{% if messages[-1].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     "{% endfor %}{% endif %}"

@@ -302,6 +302,7 @@ team.close()
 """
 
 
+@pytest.mark.slow
 def test_an_operation_reads_no_memory_that_it_has_freed():
     def product(fill: str) -> bytes:
         environment = os.environ | {"MALLOC_PERTURB_": fill, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
@@ -314,6 +315,7 @@ def test_an_operation_reads_no_memory_that_it_has_freed():
     assert product("165") == product("90") == clean
 
 
+@pytest.mark.slow
 def test_a_team_ends_wherever_its_helpers_are():
     def many():
         for _ in range(2000):

@@ -31,6 +31,7 @@ needs_compiler = pytest.mark.skipif(MISSING is not None, reason=f"{MISSING} is n
 
 
 @needs_numba_cuda
+@pytest.mark.simulator
 @pytest.mark.parametrize(
     "name", ["simulated_kernels", "simulated_residency", "simulated_experts", "simulated_sessions"]
 )
@@ -48,6 +49,7 @@ def test_in_the_simulator(name):
 
 
 @needs_compiler
+@pytest.mark.compiler
 def test_every_kernel_compiles_for_every_supported_capability():
     """In a process of its own: it replaces what launches and allocates."""
     ran = subprocess.run(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import sessionparse
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
 from generation import RequestFailed
+from options import EngineOptions
 from sampling import NotFinite, choose
 from sessionfile import SessionError, read_session, verify_session, write_session
 from sessionlayout import Limits

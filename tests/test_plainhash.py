@@ -4,8 +4,8 @@ import numpy as np
 
 import fingerprint
 import plainhash
+from given_hashes import HASHES, data_of
 from sessionimages import number
-from test_fingerprint import HASHES, data_of
 
 LONGEST = 5000  # what plain Python hashes in no time
 

@@ -456,6 +456,7 @@ def next_prompt(chance, texts) -> list[int]:
     return (start + turn + chance.choices(range(6, 96), k=chance.randrange(1, 9)))[:150]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("name", "seed"), [("qwen4exp", 1), ("qwen35", 2), ("llama", 3)])
 def test_random_requests_hold_what_a_plain_account_says(name, seed, tmp_path, monkeypatch):
     """Every answer is that of a session that knows nothing else, bit for bit, whatever served its start."""

@@ -189,10 +189,9 @@ def test_two_chats_in_turn_with_title_requests_keep_all_they_have(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("options", [{"conversation_cache_mib": 0}, {"conversation_cache_slots": 0}])
-def test_what_cannot_be_parked_is_not_displaced_by_a_shorter_request(name, options, tmp_path):
+def test_what_cannot_be_parked_is_not_displaced_by_a_shorter_request(name, tmp_path):
     """The short one runs beside it, can itself go on and be saved, and leaves it as it was."""
-    session = new_session(name, **options)
+    session = new_session(name, conversation_cache_mib=0)
     prompt, reply = chat(session)
     n_held, before = session.n_tokens, trunk(session)
     title = ask(session, ids(22, 7), 4)

@@ -535,6 +535,12 @@ def test_a_line_of_70_mib_is_refused_without_being_held():
     assert [command.line for command in splitter.feed(b"7\nSTATS\n")] == [None, b"STATS"]
 
 
+def test_a_reader_without_a_limit_is_found(monkeypatch):
+    monkeypatch.setattr(serveloop, "MAX_LINE_BYTES", 1 << 40)
+    with pytest.raises(AssertionError):
+        test_a_line_of_70_mib_is_refused_without_being_held()
+
+
 def test_an_overlong_line_is_answered_in_its_turn(monkeypatch):
     monkeypatch.setattr(serveloop, "MAX_LINE_BYTES", 8)
     _, lines, _ = talk(Chunks(b"STATS\n123456789\n1234", b"56789", b"0\nSTATS\n12345678\n123456789"))

@@ -312,6 +312,7 @@ def test_a_file_of_more_records_than_are_listed_is_sound(capsys, monkeypatch, tm
     assert run(capsys, "verify", str(path))[0] == 1
 
 
+@pytest.mark.slow
 def test_a_file_of_70000_checkpoints_is_sound(capsys, tmp_path):
     many_records(tmp_path / "many.bin", 70_000, 1)
     code, out, _ = run(capsys, "verify", str(tmp_path / "many.bin"))

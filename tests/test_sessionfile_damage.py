@@ -15,6 +15,8 @@ from sessionfile import (
 )
 from sessionimages import DATA, READABLE, identity, plain, seal
 
+pytestmark = pytest.mark.faults
+
 NAME = "emptyparts_3kv"
 GOOD = (DATA / f"{NAME}.bin").read_bytes()
 

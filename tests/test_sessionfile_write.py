@@ -18,8 +18,6 @@ from sessionfile import (
     Checkpoint,
     Extent,
     Identity,
-    Image,
-    KvHeader,
     Limits,
     SessionError,
     list_sessions,
@@ -29,7 +27,7 @@ from sessionfile import (
     write_session,
 )
 from sessionfolder import NameRefused, SessionFolder, sweep
-from sessionimages import DATA, IMAGES, identity, image, plain
+from sessionimages import DATA, IMAGES, Pattern, bare_image, identity, image, plain
 from unfinished import temporary_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -194,27 +192,7 @@ def test_progress_and_phases(target):
     assert reports == [(0, size), (BLOCK_BYTES, size), (size, size), ("flush", size), ("publish", size)]
 
 
-class Pattern:
-    """A K/V source of one large part; it may fail at an offset."""
-
-    header = KvHeader(1, 4, 1, 64, 4, 0, 0)
-
-    def __init__(self, size: int, fail_at: int | None = None):
-        self.part_sizes = (size, 0, 3, 0, 0)
-        self.calls = []
-        self._fail_at = fail_at
-
-    def read(self, part, offset, out):
-        self.calls.append((part, offset, out.size))
-        if self._fail_at is not None and offset >= self._fail_at:
-            raise RuntimeError("the pool has gone")
-        out[:] = (np.arange(offset, offset + out.size, dtype=np.uint32) * 7 + part).astype(np.uint8)
-
-
-def bare_image() -> Image:
-    return Image((1,) * 18, 0, 1, False, Checkpoint(np.arange(3, dtype=np.int32)))
-
-
+@pytest.mark.slow
 def test_a_large_source_is_reported_at_every_block(target):
     reports = []
     source = Pattern((40 << 20) + 123)
@@ -638,7 +616,7 @@ def test_the_writer_counts_its_bytes(target):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from test_sessionfile_write import Pattern, bare_image
+from sessionimages import Pattern, bare_image
 from sessionfile import Identity, write_session
 
 class Deadly(Pattern):
@@ -651,6 +629,7 @@ write_session({path!r}, bare_image(), Identity(1, 2), [Deadly(40 << 20)])
 """
 
 
+@pytest.mark.kills
 def test_a_killed_process_leaves_the_old_file_and_a_hidden_one(target):
     script = KILLED.format(root=str(ROOT), path=str(target), offset=20 << 20)
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == -9
@@ -683,6 +662,7 @@ class Zeros(Pattern):
         out[:] = 0
 
 
+@pytest.mark.slow
 def test_sizes_past_32_bits(target, monkeypatch):
     use(monkeypatch, Holes())
     large = (4 << 30) + 1

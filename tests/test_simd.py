@@ -286,6 +286,7 @@ def test_dot_products_of_bytes_are_exact():
 OTHER_PROCESSOR = "import test_simd; test_simd.test_dot_products_of_bytes_are_exact(); print('exact')"
 
 
+@pytest.mark.slow
 def test_dot_products_are_exact_without_instructions_for_them():
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     for processor in ("generic", "haswell"):

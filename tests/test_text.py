@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
+from options import EngineOptions
 from reference import ReferenceModel
 from tokenizer import Tokenizer
 from verbs import GenRequest, Token
+
+pytestmark = pytest.mark.slow
 
 TEXT = "Water boils at"
 N_TOKENS = 32

@@ -14,6 +14,8 @@ from runningfront import RunningFront, write_tokenizer_model
 from textworker import BODY, IDS, TEMPLATE
 from tokenizer import Tokenizer
 
+pytestmark = pytest.mark.processes
+
 ROOT = os.path.dirname(os.path.abspath(textpool.__file__))
 HOSTILE = {
     "an endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

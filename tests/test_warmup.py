@@ -40,6 +40,7 @@ def test_the_embedded_model_has_nothing_left_to_compile_the_second_time(run):
     assert "compiling" not in err
 
 
+@pytest.mark.processes
 def test_an_engine_behind_it_compiles_nothing(tmp_path):
     """Not even for the first turn, save and restore: another process that must compile fails."""
     warmup.fill_cache(MODEL, quiet, quiet)
@@ -47,7 +48,8 @@ def test_an_engine_behind_it_compiles_nothing(tmp_path):
         import sys
         import numpy as np
         from numba.core import event
-        from engine import Engine, EngineOptions, GenRequest, Session
+        from engine import Engine, GenRequest, Session
+        from options import EngineOptions
 
         class Refuse(event.Listener):
             def on_start(self, event): print("compiled:", event.data["dispatcher"], flush=True)

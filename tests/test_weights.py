@@ -6,7 +6,6 @@ Read next: test_model.py.
 """
 
 import random
-import resource
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,44 +19,10 @@ from gguf.quants import dequantize, quantize
 import kernels_cpu
 import weights
 from gguffile import open_gguf
-from kvcache import EXACT, Cache
-from model import Model
+from given_weights import MODELS, fixture, load, loaded_or_refused, run
+from kvcache import EXACT
 from reference import ReferenceModel
-from weights import Loader, ModelError, load_model
-
-DATA = Path(__file__).parent / "data" / "model"
-MODELS = sorted(path.stem for path in DATA.glob("*.npz"))
-HEADROOM_BYTES = 2 << 30  # address space that a broken file of some 100 KB may ask for, beyond what the process has
-
-
-def fixture(name: str) -> Path:
-    return DATA / f"{name}.gguf"
-
-
-def load(path, log=lambda line: None):
-    return load_model(path, kernels_cpu, log)
-
-
-def run(file, ids) -> np.ndarray:
-    """Logits of a few tokens, and a draft where there is a draft layer: what loads must also run."""
-    model = Model(file.config, file.weights, kernels_cpu)
-    cache = Cache(file.config.cache_shape(64, EXACT))
-    residual = model.append(cache, np.asarray(ids, np.int32)).residual
-    if file.config.n_draft:
-        model.draft(cache, residual[:3], np.asarray(ids[1:4], np.int32), 0)
-    return model.logits(residual)
-
-
-def loaded_or_refused(path, log=lambda line: None):
-    """The loaded file, or the message with which it is refused: one line that starts with its path."""
-    try:
-        return load(path, log)
-    except ModelError as error:
-        message = str(error)
-    assert message.startswith(str(path).split("-0000", maxsplit=1)[0])
-    assert "\n" not in message
-    assert len(message) < 400
-    return message
+from weights import Loader
 
 
 def refused(path) -> str:
@@ -65,16 +30,6 @@ def refused(path) -> str:
     message = loaded_or_refused(path)
     assert isinstance(message, str), "the file loaded"
     return message.removeprefix(f"{path}: ")
-
-
-@pytest.fixture
-def bounded_memory():
-    """No more address space than HEADROOM_BYTES above what is in use."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + HEADROOM_BYTES, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # --- doctored files -----------------------------------------------------------------------------------------------
@@ -210,6 +165,7 @@ def test_fused_gate_and_up_projections_are_the_separate_ones(tmp_path):
     np.testing.assert_array_equal(run(file, range(9)), run(load(fixture("qwen3moe")), range(9)))
 
 
+@pytest.mark.slow
 def test_matrices_of_several_types_in_one_file(tmp_path):
     kinds = {
         "token_embd": "Q8_0",
@@ -305,6 +261,7 @@ OPTIONAL = ("output.weight", "blk.4.indexer.")
 ALTERNATIVES = {"ssm_ba": "ssm_alpha", "post_attention_norm": "ffn_norm", "ffn_gate_up_exps": "ffn_gate_exps"}
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", MODELS)
 def test_a_missing_tensor_is_named(name, monkeypatch):
     file = Doctored(name, monkeypatch)
@@ -318,6 +275,7 @@ def test_a_missing_tensor_is_named(name, monkeypatch):
         file.tensors_by_name[missing] = tensor
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", MODELS)
 def test_a_tensor_of_another_shape_is_named(name, monkeypatch):
     file = Doctored(name, monkeypatch)
@@ -405,6 +363,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         assert "not a whole GGUF file" in refused(cut)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["llama", "qwen4exp"])
 def test_damage_before_the_weights_is_refused_or_harmless(name, tmp_path, bounded_memory):
     whole, broken, rng = fixture(name).read_bytes(), tmp_path / "broken.gguf", random.Random(name)
@@ -568,6 +527,7 @@ def hostile(value):
         yield value[:-1]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["llama", "qwen3next", "qwen4exp"])
 def test_any_value_of_any_key_is_refused_or_runs(name, monkeypatch, bounded_memory):
     file, n_refused, n_run = Doctored(name, monkeypatch), 0, 0

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine import Engine, EngineOptions, Session
+from engine import Engine, Session
+from options import EngineOptions
 from verbs import Done, GenRequest, PromptProgress, Resume, Reused, SamplingOptions, Source, Token
 
 MODELS = pathlib.Path(__file__).parent / "data" / "model"
