@@ -226,6 +226,28 @@ def test_a_longer_request_displaces_what_cannot_be_parked_and_that_is_said():
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_a_new_chat_finds_room_among_longer_ones_that_nobody_goes_on_with(name):
+    """Every place is taken by something longer, and a longer title request follows each of its answers."""
+    lines = []
+    engine = new_engine(name, conversation_cache_slots=3)
+    engine.log = lines.append
+    session = Session(engine)
+    old = [joined(TURN, ids(90, seed)) for seed in (1, 2, 4)]
+    for prompt in (*old, joined(TURN, ids(20, 3))):
+        ask(session, prompt, 3)
+    prompt, reused = joined(TURN, ids(20, 3)), []
+    for turn in range(9):
+        reply = ask(session, prompt, 3)
+        reused.append(reply.reused > 15)
+        prompt = joined(prompt, reply.tokens, TURN, ids(4, 10 + turn))
+        ask(session, joined(TURN, ids(30, 50), prompt[1:], ids(3, 60 + turn)), 3)
+    given_up = sum(int(line.split()[0]) for line in lines if "what is parked is worth more" in line)
+    assert reused[-2:] == [True] * 2
+    assert 94 - 22 < given_up < 4 * 94
+    assert max(ask(session, joined(one, ids(3, 9)), 3).reused for one in old) >= 90  # not all had to go
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_a_request_of_which_nothing_is_kept_leaves_everything(name):
     session = new_session(name)
     prompt, reply = chat(session)
