@@ -52,7 +52,7 @@ ALLOWED = {
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "promptcache", "sampling"},
     "engine": {"gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache", "promptcache"}
-    | {"sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "resources"},
+    | {"sessionstate", "sessionfile", "sessionfolder", "fingerprint", "expertprofile", "jit", "resources"},
     "serveloop": {"engine", "generation", "sampling", "sessionfile", "sessionfolder"},
     "toolcalls": set(),
     "answertext": {"toolcalls"},

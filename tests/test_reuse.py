@@ -388,6 +388,38 @@ def test_a_longer_conversation_that_does_not_continue_the_file_goes_beside_it(tm
     assert f"{n_second} tokens of another conversation than that of '{path}' are in '{path}.new'" in lines
 
 
+@pytest.mark.parametrize("taken", ["another chat", "no session", "damaged"])
+def test_a_longer_conversation_goes_to_the_next_name_where_that_beside_is_taken(taken, tmp_path):
+    path = str(tmp_path / "chat.bin")
+    session, other = new_session(), new_session()
+    chat(other, seed=7)
+    other.save(f"{path}.new")
+    if taken != "another chat":
+        data = (tmp_path / "chat.bin.new").read_bytes()
+        (tmp_path / "chat.bin.new").write_bytes(data[:-3] if taken == "damaged" else b"letters to a friend")
+    before = (tmp_path / "chat.bin.new").read_bytes()
+    chat(session, turns=1)
+    session.save(path)
+    n_first = session.n_tokens
+    for turns in (4, 5):
+        chat(session, seed=9, turns=turns)
+        assert session.autosave(path).n_tokens == n_first
+        assert (tmp_path / "chat.bin.new").read_bytes() == before
+        assert inspect_session(f"{path}.new2").image.live.n_tokens == session.n_tokens
+        assert sorted(os.listdir(tmp_path)) == ["chat.bin", "chat.bin.new", "chat.bin.new2"]
+
+
+def test_names_of_automatic_saves_do_not_pile_up(tmp_path):
+    """The file whose conversation goes on is itself one beside another."""
+    path = str(tmp_path / "chat.bin")
+    session = new_session()
+    chat(session, turns=1)
+    session.save(f"{path}.new")
+    chat(session, seed=9, turns=4)
+    session.autosave(f"{path}.new")
+    assert sorted(os.listdir(tmp_path)) == ["chat.bin.new", "chat.bin.new2"]
+
+
 def test_an_automatic_save_to_a_new_name_takes_the_longest_conversation(tmp_path):
     session = new_session()
     chat(session)
