@@ -101,7 +101,7 @@ class Conversations:
         if self.beside and request.checkpoint:
             going_on = offer.parked is self.beside and offer.is_whole
             if not going_on and not self.parking.park(self.beside):
-                self.engine.log(f"{self.beside.n_tokens} tokens that ran beside the conversation held are given up")
+                self._give_up(self.beside.n_tokens, "that ran beside the conversation held")
             self.beside = None
         timeline, offer, back = self._make_room(request, offer)
         timeline.take(offer, self.tick() if offer.record else 0)
@@ -127,9 +127,14 @@ class Conversations:
                 return live, offer, None
             beside = self._beside(request) if kept and len(request.prompt) < loss else None
         if beside is None:
-            self.engine.log(f"{loss} tokens of the conversation held are given up: too little RAM to keep them beside")
+            self._give_up(loss, "of the conversation held")
             return live, offer, None
         return beside, offer if offer.parked else NOTHING, None
+
+    def _give_up(self, n_tokens: int, which: str) -> None:
+        parked = "too little RAM" if not self.parking.entries else "too little RAM, or what is parked is worth more"
+        self.engine.log(f"{n_tokens} tokens {which} are given up: {parked}")
+        self.parking.give_up(n_tokens)
 
     def _beside(self, request: GenRequest) -> Timeline | None:
         """Room for one request beside the live conversation; None where there is too little RAM.

@@ -7,6 +7,7 @@ prompt), sessionstate.py (a conversation as a file).
 """
 
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -34,12 +35,14 @@ from promptcache import (
     common_start,
 )
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
+from sessionfolder import names_at_exit
 from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
 from weights import PAIRED_ROPE, ModelError, load_model
 
 VERSION = "0.1.0"  # part of every saved file's identity: another version may compute other bits
 DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at start
 SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so
+NEW_NAME = re.compile(r"\.new[0-9]*\Z")  # what a save at the end adds to a name
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
 LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
 
@@ -357,17 +360,26 @@ class Session(Conversations):
             raise SessionError("invalid", "not-continued", text)
         outcome = self._write(path, going_on[0] if going_on else None, progress, phase)
         if going_on[0] is not held[0]:
-            self._autosave_beside(path, phase)
+            self._autosave_beside(held[0], path, phase)
         return outcome
 
-    def _autosave_beside(self, path: str, phase) -> None:
-        """The longest conversation, which does not continue the file at `path`, in a file of its own."""
-        beside = f"{path}.new"
-        try:
-            done = self.autosave(beside, phase=phase)
-            self.engine.log(f"{done.n_tokens} tokens of another conversation than that of '{path}' are in '{beside}'")
-        except SessionError as error:
-            self.engine.log(f"a longer conversation does not continue '{path}' and is not saved: '{beside}': {error}")
+    def _autosave_beside(self, longest: Timeline | Parked, path: str, phase) -> None:
+        """A conversation that does not continue the file at `path`, in the first name behind it that it may take."""
+        names = names_at_exit(NEW_NAME.sub("", path))
+        for name in names[names.index(path) + 1 :] if path in names else names[1:]:
+            try:
+                saved = self._saved_ids(name) if os.path.lexists(name) else np.empty(0, np.int32)
+                if common_start(saved, longest.ids) < len(saved):
+                    continue
+                done = self._write(name, longest, None, phase)
+            except SessionError as error:
+                if error.kind == "invalid":
+                    continue
+                self.engine.log(f"a longer conversation is not saved to '{name}': {error}")
+                return
+            self.engine.log(f"{done.n_tokens} tokens of another conversation than that of '{path}' are in '{name}'")
+            return
+        self.engine.log(f"a longer conversation than that of '{path}' is not saved: '{names[-1]}' is taken too")
 
     def _saved_ids(self, path: str) -> np.ndarray:
         """The tokens of a session file that this engine wrote; raises SessionError for any other."""

@@ -117,14 +117,14 @@ async def _serve(
 ) -> int:
     """``last`` is closed when the loop and its threads have ended."""
     front = Front(options, command, terminal)
-    address, port = listener.getsockname()[:2]
-    terminal.log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
-    if options.access.api_key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        terminal.log("whoever reaches this address may use the server, as there is no --api-key")
     server = FrontServer(front)
     loop = asyncio.get_running_loop()
     patience = Patience(lambda: loop.call_soon_threadsafe(server.end), front.child.kill_process)
     last.enter_context(heard_by_thread((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), patience.heard))
+    address, port = listener.getsockname()[:2]
+    terminal.log(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
+    if options.access.api_key is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        terminal.log("whoever reaches this address may use the server, as there is no --api-key")
     starter = asyncio.create_task(server.start_front())
     await server.serve(sockets=[listener])
     starter.cancel()

@@ -29,10 +29,11 @@ def heard_by_thread(numbers: tuple[int, ...], heard: Callable[[], None]) -> Iter
     caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def read() -> None:
-        while received := ours.recv(64):
-            for number in received:
-                if number in caught:
-                    heard()
+        with ours:
+            while received := ours.recv(64):
+                for number in received:
+                    if number in caught:
+                        heard()
 
     threading.Thread(target=read, name="signals", daemon=True).start()
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)

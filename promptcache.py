@@ -242,14 +242,16 @@ class ParkingLot:
 
     Where room is wanted, the entry goes whose loss costs least: tokens that nothing else holds, with an allowance for
     those that came late (GreedyDual: Cao and Irani, 1997). But none goes for a newcomer whose own loss would cost less:
-    a title request must not cost a long chat its place. `available_bytes` tells the free RAM; `floor_bytes` of it stay
-    free, else nothing is parked.
+    a title request must not cost a long chat its place. That holds until newcomers have been given up for as much as
+    the entry's own loss would cost, so that the chats of today find room among those of last week. `available_bytes`
+    tells the free RAM; `floor_bytes` of it stay free, else nothing is parked.
     """
 
     def __init__(self, budget_bytes: int, n_slots: int, floor_bytes: int, available_bytes: Callable[[], int]):
         self.budget_bytes, self.n_slots, self.floor_bytes = budget_bytes, n_slots, floor_bytes
         self._available_bytes = available_bytes
         self._level = 0  # priority of the entry that went last
+        self._given_up = 0  # tokens that found no place since one was last made for that reason
         self.entries: list[Parked] = []  # oldest first
 
     @property
@@ -263,8 +265,11 @@ class ParkingLot:
             return False
         kept = [entry for entry in self.entries if not _superseded(entry, held)]
         loss, level = _loss(held.ids, [entry.ids for entry in kept]), self._level
+        given_up = self._given_up
         while len(kept) >= self.n_slots or sum(entry.size_bytes for entry in kept) + size_bytes > self.budget_bytes:
             victim = self._least(kept, held.ids, loss)
+            if victim is None:
+                victim, given_up = self._least(kept, held.ids, loss + given_up), 0
             if victim is None:
                 return False
             kept.remove(victim)
@@ -274,9 +279,13 @@ class ParkingLot:
         if self._available_bytes() + freed - copied < self.floor_bytes:
             return False
         entry = held if isinstance(held, Parked) else held.copy()
-        self._level, entry.priority = level, level + loss
+        self._level, self._given_up, entry.priority = level, given_up, level + loss
         self.entries = [*kept, entry]
         return True
+
+    def give_up(self, n_tokens: int) -> None:
+        """So many tokens found no place here and are lost."""
+        self._given_up += n_tokens
 
     @staticmethod
     def _least(entries: list[Parked], newcomer: np.ndarray, newcomers_loss: int) -> Parked | None:

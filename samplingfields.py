@@ -43,21 +43,28 @@ OFF = (False, 0, "", [], {})
 OFF_FIELDS = (
     # Another form of the answer.
     "logprobs top_logprobs prompt_logprobs n_probs echo suffix audio include_stop_str_in_output response_fields"
-    " web_search_options"
+    " web_search_options n_indent no_stop_trim reasoning_in_content return_token_ids"
     # Answers that keep to a form.
-    " grammar json_schema guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf"
+    " grammar grammar_string json_schema guided_json guided_regex guided_choice guided_grammar structured_outputs"
+    " structural_tag regex ebnf stop_regex"
     # Tokens that are wanted, or are not.
     " logit_bias ignore_eos ban_eos_token banned_tokens custom_token_bans banned_strings bad_words bad_words_ids"
-    " allowed_token_ids logits_processors no_repeat_ngram_size"
+    " allowed_token_ids logits_processors custom_logit_processor no_repeat_ngram_size"
     # Other ways to choose.
     " mirostat mirostat_mode dry_multiplier xtc_probability dynatemp_range dynamic_temperature top_a epsilon_cutoff"
     " eta_cutoff smoothing_factor penalty_alpha use_beam_search min_keep skew"
     # Other models, other inputs.
     " lora image_data images multimodal_data"
+    # Another prompt.
+    " chat_template documents thinking_forced_open"
 )
-ONE_FIELDS = "typical_p typical typ_p tfs_z tfs guidance_scale cfg_scale num_beams encoder_repetition_penalty do_sample"
+# True is 1.
+ONE_FIELDS = (
+    "typical_p typical typ_p tfs_z tfs guidance_scale cfg_scale num_beams encoder_repetition_penalty do_sample"
+    " parse_tool_calls include_reasoning separate_reasoning"
+)
 # Off at 0 and below, and below 0; a thinking budget of 0 is no thinking at all.
-LIMIT_FIELDS = "min_tokens min_length t_max_predict_ms truncate_prompt_tokens top_n_sigma nsigma"
+LIMIT_FIELDS = "min_tokens min_length min_new_tokens t_max_predict_ms truncate_prompt_tokens top_n_sigma nsigma"
 SIGNED_FIELDS = "adaptive_target reasoning_budget thinking_budget thinking_budget_tokens thinking_token_budget"
 NEUTRAL: dict[str, Callable[[object], bool]] = (
     dict.fromkeys(OFF_FIELDS.split(), lambda value: value in OFF)
@@ -78,7 +85,7 @@ def refuse_unsupported(body: dict) -> None:
         value = body[name]
         if value is not None and not NEUTRAL[name](value):
             raise BadField(name, f"{shown(value)} is not supported by this engine; leave it out")
-    for name in ("n", "best_of"):
+    for name in ("n", "n_cmpl", "best_of"):
         if body.get(name) is not None and whole(name, body[name], 0, MAX_WISH) != 1:
             raise BadField(name, "only one answer a request is supported")
     wanted = optional(body, "response_format", dict, {}).get("type", "text")

@@ -12,7 +12,7 @@ import pytest
 import httpfront
 import httpsignals
 from given_frontprocess import Process, running
-from runningfront import DEADLINE_S, RunningFront, events, write_tokenizer_model
+from runningfront import DEADLINE_S, RunningFront, Silent, events, write_tokenizer_model
 from sessionfolder import names_at_exit
 
 pytestmark = pytest.mark.processes
@@ -289,3 +289,18 @@ def test_ipv6():
         pytest.skip(f"no IPv6 on this machine: {error}")
     with listener:
         assert listener.family == socket.AF_INET6
+
+
+def test_who_reads_that_the_server_listens_may_end_it(tmp_path):
+    """Signals are heard before the line is written, as scripts wait for it."""
+    handlers = []
+
+    class Recorder(Silent):
+        def log(self, line: str) -> None:
+            if line.startswith("listening on"):
+                handlers.append(signal.getsignal(signal.SIGTERM))
+
+    with pytest.raises(httpfront.FrontError):
+        httpfront.serve(httpfront.FrontOptions(port=0, model=str(tmp_path / "none.gguf")), ["false"], Recorder())
+    assert len(handlers) == 1
+    assert handlers[0] is not signal.SIG_DFL

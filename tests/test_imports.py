@@ -58,7 +58,7 @@ ALLOWED = {
     "conversations": {"generation", "kvcache", "promptcache", "resources", "verbs", "weights"},
     "engine": {"conversations", "gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
-    | {"verbs"},
+    | {"sessionfolder", "verbs"},
     "serveloop": {"engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},
     "toolcalls": set(),
     "answertext": {"toolcalls"},

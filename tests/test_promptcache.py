@@ -295,7 +295,7 @@ class Account:
     def __init__(self, stateless: bool):
         self.stateless = stateless
         self.live, self.live_used, self.chain = None, 0, []
-        self.parked, self.beside, self.now, self.level = [], None, 0, 0
+        self.parked, self.beside, self.now, self.level, self.given_up = [], None, 0, 0, 0
 
     def tick(self):
         self.now += 1
@@ -328,8 +328,9 @@ class Account:
         n_source = len(source["live"]["ids"]) if source else 0
         whole = source and 32 * (n_source - most) <= n_source
         if self.beside and keep:
-            if not (source is self.beside and whole):
-                self.park(self.beside["live"]["ids"], self.beside["live"]["used"], self.beside["chain"])
+            ran = self.beside["live"]
+            if not (source is self.beside and whole) and not self.park(ran["ids"], ran["used"], self.beside["chain"]):
+                self.given_up += len(ran["ids"])
             self.beside = None
         if keep and whole and source in self.parked:
             self.parked.remove(source)
@@ -339,6 +340,7 @@ class Account:
             beside = True
         elif loss and 32 * loss > len(self.live) and not self.park():
             beside = len(prompt) < loss
+            self.given_up += 0 if beside else loss
         if beside and not source:
             most, record = 0, None
         if record:
@@ -354,19 +356,21 @@ class Account:
         ids, used = (self.live, self.live_used) if ids is None else (ids, used)
         chain = self.chain if chain is None else chain
         kept = [e for e in self.parked if e["live"]["ids"] != ids[: len(e["live"]["ids"])]]
-        loss, level = self.loss(ids, [e["live"]["ids"] for e in kept]), self.level
+        loss, level, given_up = self.loss(ids, [e["live"]["ids"] for e in kept]), self.level, self.given_up
+
+        def at_most(most):
+            others = [(e, [ids, *(o["live"]["ids"] for o in kept if o is not e)]) for e in kept]
+            return [e for e, rest in others if self.loss(e["live"]["ids"], rest) <= most]
+
         while len(kept) >= SLOTS:
-            cheap = [
-                e
-                for e in kept
-                if self.loss(e["live"]["ids"], [ids, *(o["live"]["ids"] for o in kept if o is not e)]) <= loss
-            ]
+            if not (cheap := at_most(loss)):
+                cheap, given_up = at_most(loss + given_up), 0
             if not cheap:
                 return False
             victim = min(cheap, key=lambda e: e["priority"])
             kept.remove(victim)
             level = max(level, victim["priority"])
-        self.level = level
+        self.level, self.given_up = level, given_up
         live = {"ids": ids, "used": used, "root": False}
         self.parked = [*kept, {"live": live, "chain": list(chain), "priority": level + loss}]
         return True

@@ -225,6 +225,28 @@ def test_a_longer_request_displaces_what_cannot_be_parked_and_that_is_said():
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_a_new_chat_finds_room_among_longer_ones_that_nobody_goes_on_with(name):
+    """Every place is taken by something longer, and a longer title request follows each of its answers."""
+    lines = []
+    engine = new_engine(name, conversation_cache_slots=3)
+    engine.log = lines.append
+    session = Session(engine)
+    old = [joined(TURN, ids(90, seed)) for seed in (1, 2, 4)]
+    for prompt in (*old, joined(TURN, ids(20, 3))):
+        ask(session, prompt, 3)
+    prompt, reused = joined(TURN, ids(20, 3)), []
+    for turn in range(9):
+        reply = ask(session, prompt, 3)
+        reused.append(reply.reused > 15)
+        prompt = joined(prompt, reply.tokens, TURN, ids(4, 10 + turn))
+        ask(session, joined(TURN, ids(30, 50), prompt[1:], ids(3, 60 + turn)), 3)
+    given_up = sum(int(line.split()[0]) for line in lines if "what is parked is worth more" in line)
+    assert reused[-2:] == [True] * 2
+    assert 94 - 22 < given_up < 4 * 94
+    assert max(ask(session, joined(one, ids(3, 9)), 3).reused for one in old) >= 90  # not all had to go
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_a_request_of_which_nothing_is_kept_leaves_everything(name):
     session = new_session(name)
     prompt, reply = chat(session)
@@ -363,6 +385,38 @@ def test_a_longer_conversation_that_does_not_continue_the_file_goes_beside_it(tm
     assert inspect_session(path).image.live.n_tokens == n_first
     assert inspect_session(f"{path}.new").image.live.n_tokens == n_second
     assert f"{n_second} tokens of another conversation than that of '{path}' are in '{path}.new'" in lines
+
+
+@pytest.mark.parametrize("taken", ["another chat", "no session", "damaged"])
+def test_a_longer_conversation_goes_to_the_next_name_where_that_beside_is_taken(taken, tmp_path):
+    path = str(tmp_path / "chat.bin")
+    session, other = new_session(), new_session()
+    chat(other, seed=7)
+    other.save(f"{path}.new")
+    if taken != "another chat":
+        data = (tmp_path / "chat.bin.new").read_bytes()
+        (tmp_path / "chat.bin.new").write_bytes(data[:-3] if taken == "damaged" else b"letters to a friend")
+    before = (tmp_path / "chat.bin.new").read_bytes()
+    chat(session, turns=1)
+    session.save(path)
+    n_first = session.n_tokens
+    for turns in (4, 5):
+        chat(session, seed=9, turns=turns)
+        assert session.autosave(path).n_tokens == n_first
+        assert (tmp_path / "chat.bin.new").read_bytes() == before
+        assert inspect_session(f"{path}.new2").image.live.n_tokens == session.n_tokens
+        assert sorted(os.listdir(tmp_path)) == ["chat.bin", "chat.bin.new", "chat.bin.new2"]
+
+
+def test_names_of_automatic_saves_do_not_pile_up(tmp_path):
+    """The file whose conversation goes on is itself one beside another."""
+    path = str(tmp_path / "chat.bin")
+    session = new_session()
+    chat(session, turns=1)
+    session.save(f"{path}.new")
+    chat(session, seed=9, turns=4)
+    session.autosave(f"{path}.new")
+    assert sorted(os.listdir(tmp_path)) == ["chat.bin.new", "chat.bin.new2"]
 
 
 def test_an_automatic_save_to_a_new_name_takes_the_longest_conversation(tmp_path):
