@@ -51,7 +51,7 @@ from childproc import (
     Token,
 )
 from httpconversation import conversation
-from httpguard import Access, Guard, Json, OptionRefused, error_body, error_response, read_body, read_object
+from httpguard import Access, Guard, Json, OptionRefused, error_response, read_body, read_object
 from httpmodel import FileState, file_state, read_text
 from httpoptions import FrontOptions
 from httpserver import FrontError, FrontServer, Terminal, listen
@@ -744,9 +744,9 @@ async def _blocks(
                 yield block or b":\n\n"
                 sent_at = time.monotonic()
     except ChildError as error:
-        yield _event(error_body(_api_error(error)))
+        yield _event(_api_error(error).body)
     except ApiError as error:
-        yield _event(error_body(error))
+        yield _event(error.body)
 
 
 async def _stream_events(

@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from bodyfields import ApiError, json_bytes, parse_object
-from printable import one_line
 
 OPEN_PATHS = ("/", "/health", "/v1/health")
 PATHS_WITHOUT_BODY = ("/load", "/unload")
@@ -212,12 +211,7 @@ class Json(JSONResponse):
 
 
 def error_response(error: ApiError) -> Response:
-    return Json(error_body(error), error.status, retry_headers(error))
-
-
-def error_body(error: ApiError) -> dict:
-    """The JSON of a refusal; its text is one line, whoever wrote it."""
-    return {"error": error.body["error"] | {"message": one_line(error.body["error"]["message"])}}
+    return Json(error.body, error.status, retry_headers(error))
 
 
 def retry_headers(error: ApiError) -> dict[str, str]:

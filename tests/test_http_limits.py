@@ -67,6 +67,24 @@ def test_a_peer_that_falls_silent_is_answered_and_let_go(quick, sent, status):
         assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == 408
 
 
+def test_a_body_of_crumbs_is_refused_and_let_go(model, tmp_path):
+    """Each chunk takes time in which nobody else is answered."""
+    with RunningFront(tmp_path, model) as front, connect(front.port) as connection:
+        connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 12_000)
+        answer = read_all(connection)
+    assert answer[:12] == b"HTTP/1.1 400"
+    assert b"too small" in answer
+
+
+def test_chunks_of_a_size_that_clients_use_are_taken(model, tmp_path):
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [b'"abc", "defgh",\r\n'] * 12_000)
+    body = b'2\r\n{"\r\n9\r\nother": [\r\n' + chunks + b'17\r\n"x"], "content": "ab"}\r\n0\r\n\r\n'
+    with RunningFront(tmp_path, model) as front, connect(front.port) as connection:
+        connection.sendall(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
+        answer = read_all(connection)
+    assert json.loads(answer.split(b"\r\n\r\n")[1]) == {"tokens": [97, 98]}
+
+
 @pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\nX: ", POST + b"Content-Length: 100000\r\n\r\n"])
 def test_a_trickle_does_not_hold_a_connection(quick, begun):
     with connect(quick.port) as connection:
