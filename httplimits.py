@@ -28,7 +28,7 @@ ACCEPT_BATCH = 32
 # meanwhile.
 READ_BYTES = 8 << 10
 # Bytes for each end of a line in a chunked body, of which each chunk has two; and so many ends are let through anyway.
-LEAST_BYTES_A_LINE = 8
+LEAST_BYTES_A_LINE = 6
 FREE_LINES = 20_000
 REPEAT_S = 60.0
 # Kinds of lines that are remembered; a peer that could make up kinds would fill the memory.
