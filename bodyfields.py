@@ -13,7 +13,10 @@ from printable import one_line
 
 
 class ApiError(Exception):
-    """A request that is refused: status, text (one line, whoever wrote it) and type of the error body, further fields."""
+    """A request that is refused: status, text and type of the error body, and further fields of it.
+
+    The text is one line of a bounded length, whoever wrote it.
+    """
 
     def __init__(self, status: int, message: str, category: str = "", headers: dict[str, str] | None = None, **extra):
         message = one_line(message)

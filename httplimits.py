@@ -16,7 +16,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bodyfields import ApiError, json_bytes
-from httpguard import retry_headers
+from httpguard import CROWD_RETRY_S, retry_headers
 
 # Descriptors for the engine's pipes, files, threads of the resolver, and connections that are on their way in or out.
 SPARE_DESCRIPTORS = 192
@@ -33,7 +33,6 @@ FREE_LINES = 20_000
 REPEAT_S = 60.0
 # Kinds of lines that are remembered; a peer that could make up kinds would fill the memory.
 MAX_KINDS = 1000
-CROWD_RETRY_S = 5
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ class LimitedProtocol(H11Protocol):
         self._head_begun = False
         self._owing_since_s = now_s
         self._body_of = None  # the request whose body is on its way
-        self._body_since_s, self._n_body_bytes, self._n_lines = now_s, 0, 0
+        self._body_since_s, self._n_body_bytes = now_s, 0
+        self._n_lines, self._n_line_bytes = 0, 0
         self._unread_since_s, self._n_unread_bytes = now_s, 0
 
     def connection_made(self, transport) -> None:
@@ -111,10 +111,10 @@ class LimitedProtocol(H11Protocol):
             self._due_s = self.loop.time() + self.limits.head_s
         self._head_begun = self._waits_for_head
         self._n_body_bytes += len(data)
-        self._n_lines += data.count(b"\r\n")
+        self._n_lines, self._n_line_bytes = self._n_lines + data.count(b"\r\n"), self._n_line_bytes + len(data)
         super().data_received(data)
         if self.conn.their_state is not h11.SEND_BODY:
-            self._n_body_bytes, self._n_lines = 0, 0
+            self._n_lines, self._n_line_bytes = 0, 0
         elif self._body_is_crumbs:
             self.refuse(ApiError(400, "the chunks of the body are too small"))
         if not self._waits_for_head:
@@ -123,7 +123,7 @@ class LimitedProtocol(H11Protocol):
     @property
     def _body_is_crumbs(self) -> bool:
         """Whether a body comes in so many tiny chunks that reading it is most of what is done."""
-        few = self._n_lines <= FREE_LINES or self._n_body_bytes >= self._n_lines * LEAST_BYTES_A_LINE
+        few = self._n_lines <= FREE_LINES or self._n_line_bytes >= self._n_lines * LEAST_BYTES_A_LINE
         return not few and (b"transfer-encoding", b"chunked") in self.headers
 
     def on_response_complete(self) -> None:
@@ -153,7 +153,7 @@ class LimitedProtocol(H11Protocol):
             self._body_of = None
         elif self._body_of is not self.cycle or self.flow.read_paused:
             # A body that we do not take is not late.
-            self._body_of, self._body_since_s, self._n_body_bytes, self._n_lines = self.cycle, now_s, 0, 0
+            self._body_of, self._body_since_s, self._n_body_bytes = self.cycle, now_s, 0
         else:
             earned_s = self._n_body_bytes / self.limits.body_bytes_per_s
             return now_s > self._body_since_s + self.limits.body_s + earned_s
