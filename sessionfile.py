@@ -189,7 +189,7 @@ def may_replace(path: str) -> bool:
         start = blockfile.first_bytes(path, len(START_MARK))
     except NotPlainFile as found:
         # A link gives its name away, and nothing of what it leads to; the system itself refuses folders.
-        return found.reason == "symlink" or os.path.isdir(path)
+        return found.reason in ("symlink", "folder")
     return start is None or starts_like_session(start)
 
 
