@@ -650,7 +650,8 @@ def first_bytes(path: str, size: int) -> bytes | None:
     try:
         mode = system.status(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise NotPlainFile("not-regular", f"it is {_file_kind(mode)}, not a regular file")
+            reason = "folder" if stat.S_ISDIR(mode) else "not-regular"
+            raise NotPlainFile(reason, f"it is {_file_kind(mode)}, not a regular file")
         data = np.empty(size, np.uint8)
         return data[: system.read(descriptor, data, 0)].tobytes()
     finally:

@@ -9,11 +9,17 @@ Read next: ``chatapi.py``, which reads whole bodies with this.
 
 import json
 
+from printable import one_line
+
 
 class ApiError(Exception):
-    """A request that is refused: status, text and type of the error body, and further fields of it."""
+    """A request that is refused: status, text and type of the error body, and further fields of it.
+
+    The text is one line of a bounded length, whoever wrote it.
+    """
 
     def __init__(self, status: int, message: str, category: str = "", headers: dict[str, str] | None = None, **extra):
+        message = one_line(message)
         super().__init__(message)
         self.status = status
         self.headers = headers

@@ -44,7 +44,7 @@ from childlines import (
 )
 from childproc import EngineChild, Generation
 from httpconversation import conversation
-from httpguard import Access, Guard, Json, error_body, error_response, read_body, read_object
+from httpguard import Access, BodyRoom, Guard, Json, error_response, read_body, read_object
 from httpmodel import FileState, file_state, read_text
 from httpoptions import FrontOptions
 from httpserver import FrontError, FrontServer, Terminal, listen
@@ -75,6 +75,7 @@ __all__ = [
 BODY_ROOM_BYTES = 1 << 20
 JSON_BYTES_A_BYTE = 6
 MAX_BODY_BYTES = 64 << 20
+MAX_BODIES_BYTES = 4 * MAX_BODY_BYTES
 SLOT_BODY_LIMIT_BYTES = 64 << 10
 # Clients and proxies drop a stream that is silent for 15 s to 300 s.
 KEEP_ALIVE_S = 10.0
@@ -282,6 +283,7 @@ class Front:
         )
         self._folder = SessionFolder(options.slot_save_path) if options.slot_save_path else None
         self.texts = TextPool(terminal.log)
+        self._body_room = BodyRoom(MAX_BODIES_BYTES)
         self._restored = False
         self._learning: asyncio.Task | None = None
         self.app = self._make_app()
@@ -621,8 +623,9 @@ class Front:
         """Have a body worked on where that can be ended: it may be long, and a template may not come to an end."""
         n_ctx, longest = self.child.n_ctx, self._ready_tokenizer().longest_token_bytes
         limit = min(JSON_BYTES_A_BYTE * n_ctx * longest + BODY_ROOM_BYTES, MAX_BODY_BYTES)
-        body = await read_body(request, limit)
-        return await _unless_hung_up(request, self.texts.run(task, body, n_ctx=n_ctx, **about))
+        with self._body_room.share() as hold:
+            body = await read_body(request, limit, hold)
+            return await _unless_hung_up(request, self.texts.run(task, body, n_ctx=n_ctx, **about))
 
     async def _text_answer(self, request: Request, task: str) -> Response:
         answer = await self._text_job(request, task)
@@ -737,9 +740,9 @@ async def _blocks(
                 yield block or b":\n\n"
                 sent_at = time.monotonic()
     except ChildError as error:
-        yield _event(error_body(_api_error(error)))
+        yield _event(_api_error(error).body)
     except ApiError as error:
-        yield _event(error_body(error))
+        yield _event(error.body)
 
 
 async def _stream_events(

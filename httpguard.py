@@ -6,10 +6,12 @@ routes do. Invariant: the checks come in one order, and a refusal is a JSON erro
 Read next: ``httpfront.py``, the routes behind this.
 """
 
+import contextlib
 import hmac
 import ipaddress
 import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -19,12 +21,13 @@ from starlette.responses import JSONResponse, Response
 
 from bodyfields import ApiError, json_bytes, parse_object
 from options import OptionRefused
-from printable import one_line
 
 OPEN_PATHS = ("/", "/health", "/v1/health")
 PATHS_WITHOUT_BODY = ("/load", "/unload")
 # Failures of which a second try may be better; clients try others again too, a save three times.
 WORTH_A_RETRY = (408, 409, 429, 500, 502, 503, 504)
+SMALL_BODY_BYTES = 1 << 20
+CROWD_RETRY_S = 5
 KEY_VARIABLE = "STRATA_API_KEY"
 MAX_KEY_BYTES = 4096
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?", re.ASCII)
@@ -209,12 +212,7 @@ class Json(JSONResponse):
 
 
 def error_response(error: ApiError) -> Response:
-    return Json(error_body(error), error.status, retry_headers(error))
-
-
-def error_body(error: ApiError) -> dict:
-    """The JSON of a refusal; its text is one line, whoever wrote it."""
-    return {"error": error.body["error"] | {"message": one_line(error.body["error"]["message"])}}
+    return Json(error.body, error.status, retry_headers(error))
 
 
 def retry_headers(error: ApiError) -> dict[str, str]:
@@ -228,8 +226,33 @@ async def read_object(request: Request, limit_bytes: int, *, unique: bool = Fals
     return parse_object(await read_body(request, limit_bytes), unique=unique)
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The bytes of a body; raises ApiError."""
+class BodyRoom:
+    """Memory for all large bodies together, those on their way and those at work; small ones always find some."""
+
+    def __init__(self, most_bytes: int):
+        self._n_left = most_bytes
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes what a body of so many bytes needs, for this block; it raises ApiError."""
+        n_taken = 0
+
+        def hold(n_bytes: int) -> None:
+            nonlocal n_taken
+            n_more = max(0, n_bytes - SMALL_BODY_BYTES) - n_taken
+            if n_more > self._n_left:
+                text = "there are too many large bodies at once"
+                raise ApiError(503, text, headers={"Retry-After": str(CROWD_RETRY_S)})
+            self._n_left, n_taken = self._n_left - n_more, n_taken + n_more
+
+        try:
+            yield hold
+        finally:
+            self._n_left += n_taken
+
+
+async def read_body(request: Request, limit_bytes: int, hold: Callable[[int], None] = lambda n_bytes: None) -> bytes:
+    """The bytes of a body, whose number is told to ``hold`` as it grows; raises ApiError."""
     too_large = ApiError(413, f"the body is larger than {limit_bytes} bytes")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length[:20]) > limit_bytes:
@@ -239,4 +262,5 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         raw += chunk
         if len(raw) > limit_bytes:
             raise too_large
+        hold(len(raw))
     return bytes(raw)

@@ -16,7 +16,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bodyfields import ApiError, json_bytes
-from httpguard import error_body, retry_headers
+from httpguard import CROWD_RETRY_S, retry_headers
 
 # Descriptors for the engine's pipes, files, threads of the resolver, and connections that are on their way in or out.
 SPARE_DESCRIPTORS = 192
@@ -24,10 +24,15 @@ SPARE_DESCRIPTORS = 192
 MAX_CONNECTIONS = 2048
 # Connections that asyncio takes in one go, before the first of them can be refused.
 ACCEPT_BATCH = 32
+# What is read of a connection in one go. h11 takes 40 us for each chunk of a body, however small, and answers nobody
+# meanwhile.
+READ_BYTES = 8 << 10
+# Bytes for each end of a line in a chunked body, of which each chunk has two; and so many ends are let through anyway.
+LEAST_BYTES_A_LINE = 6
+FREE_LINES = 20_000
 REPEAT_S = 60.0
 # Kinds of lines that are remembered; a peer that could make up kinds would fill the memory.
 MAX_KINDS = 1000
-CROWD_RETRY_S = 5
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,12 @@ class LimitedProtocol(H11Protocol):
         self._owing_since_s = now_s
         self._body_of = None  # the request whose body is on its way
         self._body_since_s, self._n_body_bytes = now_s, 0
+        self._n_lines, self._n_line_bytes = 0, 0
         self._unread_since_s, self._n_unread_bytes = now_s, 0
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
+        transport.max_size = READ_BYTES
         # One that is closing has given its place away already.
         others = [one for one in self.connections if one is not self and not one.transport.is_closing()]
         if len(others) >= most_connections(self.limits):
@@ -104,9 +111,20 @@ class LimitedProtocol(H11Protocol):
             self._due_s = self.loop.time() + self.limits.head_s
         self._head_begun = self._waits_for_head
         self._n_body_bytes += len(data)
+        self._n_lines, self._n_line_bytes = self._n_lines + data.count(b"\r\n"), self._n_line_bytes + len(data)
         super().data_received(data)
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._n_lines, self._n_line_bytes = 0, 0
+        elif self._body_is_crumbs:
+            self.refuse(ApiError(400, "the chunks of the body are too small"))
         if not self._waits_for_head:
             self._head_begun, self._due_s = False, None
+
+    @property
+    def _body_is_crumbs(self) -> bool:
+        """Whether a body comes in so many tiny chunks that reading it is most of what is done."""
+        few = self._n_lines <= FREE_LINES or self._n_line_bytes >= self._n_lines * LEAST_BYTES_A_LINE
+        return not few and (b"transfer-encoding", b"chunked") in self.headers
 
     def on_response_complete(self) -> None:
         self._owing_since_s = self.loop.time()
@@ -159,7 +177,7 @@ class LimitedProtocol(H11Protocol):
         self.close()
 
     def _write_refusal(self, error: ApiError) -> None:
-        body = json_bytes(error_body(error))
+        body = json_bytes(error.body)
         headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
         headers |= retry_headers(error)
         response = h11.Response(status_code=error.status, headers=list(headers.items()))

@@ -1,14 +1,24 @@
 """Text of other people, made fit for one line of a terminal, a log or an error.
 
-Owns which characters may be shown; knows nothing of where they go. Invariant: what comes out moves no cursor, sets no
-colour, turns no reading direction, and is one line.
+Owns which characters may be shown, and how many; knows nothing of where they go. Invariant: what comes out moves no
+cursor, sets no colour, turns no reading direction, and is one line of a bounded length.
 
 Read next: ``childproc.py`` and ``httpfront.py``, which show what models, files and processes say.
 """
 
 
+# An exception of a model's template may have megabytes of text; nobody reads more of it than this.
+MAX_CHARACTERS = 2000
+LEFT_OUT = " [...]"
+
+
 def one_line(text: str) -> str:
-    """The text on one line: breaks and odd blanks become blanks, other characters that do not print are spelled out."""
+    """The text on one line: breaks and odd blanks become blanks, other characters that do not print are spelled out.
+
+    What is longer than anyone would read is cut.
+    """
+    if len(text) > MAX_CHARACTERS:
+        text = text[:MAX_CHARACTERS] + LEFT_OUT
     if text.isprintable():
         return text
     return "".join(

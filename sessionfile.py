@@ -177,14 +177,17 @@ def _refuse_unwritable(image: Image, sources: Sequence[KvSource] | None) -> None
 
 
 def may_replace(path: str) -> bool:
-    """Whether a name may be saved to or removed: it is free, or that of a session file, or of an empty one.
+    """Whether a name may be saved to or removed: it is free, a link, or that of a session file, or of an empty one.
+
+    Pipes, sockets and devices stay: a SAVE as root to /dev/null would take it from every other program.
 
     Raises OSError where the file cannot be looked at, or the file system cannot have such a name.
     """
     try:
         start = blockfile.first_bytes(path, len(START_MARK))
-    except NotPlainFile:
-        return True  # a link or a pipe gives its name away, and nothing of what it leads to
+    except NotPlainFile as found:
+        # A link gives its name away, and nothing of what it leads to; the system itself refuses folders.
+        return found.reason in ("symlink", "folder")
     return start is None or starts_like_session(start)
 
 

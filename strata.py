@@ -38,6 +38,7 @@ class CommandError(Exception):
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    _open_standard_streams()
     parser = get_parser(commands="--serve" not in argv)
     args = parser.parse_args(argv)
     try:
@@ -53,6 +54,17 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return 128 + 2
+
+
+def _open_standard_streams() -> None:
+    """Have nothing on each standard stream that was closed at the start, so that no file gets its number."""
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, open(number, mode))  # noqa: SIM115
 
 
 def _command(args: argparse.Namespace) -> Callable[[argparse.Namespace], int]:

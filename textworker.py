@@ -41,6 +41,7 @@ JOBS_A_COLLECTION = 64
 LARGE_BODY_BYTES = 1 << 20
 READERS = {"chat": chatapi.read_chat, "completion": chatapi.read_completion}
 PR_SET_PDEATHSIG = 1
+FAULT_CHARACTERS = 1500  # of a traceback, from its end: what it says of the fault may be as long as a text
 
 
 def frame(head: dict, blobs: Iterable[bytes] = ()) -> bytes:
@@ -140,7 +141,7 @@ class Worker:
             self._send(frame({"phase": self._phase, "memory_mib": limit_mib}))
             sys.exit(1)
         except Exception:
-            self._send(frame({"fault": traceback.format_exc()}))
+            self._send(frame({"fault": traceback.format_exc()[-FAULT_CHARACTERS:]}))
         self._n_jobs += 1
         if body_bytes > LARGE_BODY_BYTES or self._n_jobs % JOBS_A_COLLECTION == 0:
             gc.collect()

@@ -158,6 +158,15 @@ def test_wrong_usage_says_what_is_wrong(capsys, args, message):
     assert message in usage_error(capsys, *args)
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_one_with_nothing_behind_it(closed):
+    """A supervisor may start a program so; the first file that it opened would get the stream's number."""
+    command = f"echo 12 | {{ '{sys.executable}' '{strata.__file__}' detokenize {closed}; echo status $?; }}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.endswith("status 0\n")
+
+
 def test_help_and_version(capsys):
     for args, text in ((["--help"], "--slot-save-path"), (["--version"], f"strata {strata.__version__}\n")):
         with pytest.raises(SystemExit) as caught:

@@ -20,7 +20,7 @@ import killed_saves
 import unfinished
 from faultlayer import FaultySystem, count, first, installed
 from given_session import Live, refusal_of
-from sessionfile import Limits, SessionError, inspect_session, read_session, verify_session, write_session
+from sessionfile import Limits, SessionError, inspect_session, may_replace, read_session, verify_session, write_session
 from tinyengine import held, tree
 
 pytestmark = pytest.mark.faults
@@ -242,11 +242,11 @@ def test_restoring_what_is_no_plain_file(live, tmp_path, monkeypatch):
 
 
 def test_saving_over_what_is_no_plain_file(live, tmp_path):
-    """The name is replaced, what it led to is not touched; a folder stays."""
+    """The name of a link is replaced, what it led to is not touched; a pipe, a socket, a device and a folder stay."""
     folder = tmp_path / "things"
     folder.mkdir()
     words = things(folder)
-    for name in sorted(words.keys() - {"folder", "socket"}):
+    for name in sorted(words.keys() - {"folder", "fifo", "socket"}):
         live.session.save(str(folder / name))
         assert not (folder / name).is_symlink()
         assert (folder / name).read_bytes() == live.new
@@ -254,7 +254,22 @@ def test_saving_over_what_is_no_plain_file(live, tmp_path):
     assert (folder / "real").read_bytes() == b"STRSESS outside"
     assert (folder / "real").stat().st_nlink == 1
     assert tree(folder / "folder") == {}
+    (folder / "fifo").unlink()  # a tree with a FIFO cannot be read
     assert unharmed(live, lambda: live.session.save(str(folder / "folder")), folder).kind == "io"
+
+
+def test_a_pipe_a_socket_and_a_device_are_not_replaced(tmp_path, monkeypatch):
+    """As root, a SAVE to /dev/null took it from every other program."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        assert [may_replace(name) for name in ("fifo", "socket", "/dev/null", "/dev/full")] == [False] * 4
+        before = [os.lstat(name) for name in ("fifo", "socket")]
+        for name in ("fifo", "socket"):
+            with pytest.raises(SessionError, match="no session file and stays"):
+                write_session(name, killed_saves.image(1), killed_saves.IDENTITY)
+        assert [os.lstat(name) for name in ("fifo", "socket")] == before
 
 
 def swapped_while_restoring(folder: pathlib.Path) -> set[str]:

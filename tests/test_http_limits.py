@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import resource
+import select
 import socket
 import time
 
@@ -65,6 +66,37 @@ def test_a_peer_that_falls_silent_is_answered_and_let_go(quick, sent, status):
     if status:
         assert b"connection: close" in answer.lower()
         assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == 408
+
+
+def test_a_body_of_crumbs_is_refused_and_let_go(model, tmp_path):
+    """Each chunk takes time in which nobody else is answered."""
+    with RunningFront(tmp_path, model) as front, connect(front.port) as connection:
+        connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 10_001)
+        answer = read_all(connection)
+    assert answer[:12] == b"HTTP/1.1 400"
+    assert b"too small" in answer
+
+
+def test_chunks_of_a_size_that_clients_use_are_taken(model, tmp_path):
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in [b'"abc", "defgh",\r\n'] * 12_000)
+    body = b'2\r\n{"\r\n9\r\nother": [\r\n' + chunks + b'16\r\n"x"], "content": "ab"}\r\n0\r\n\r\n'
+    with RunningFront(tmp_path, model) as front, connect(front.port) as connection:
+        connection.sendall(POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
+        answer = read_all(connection)
+    assert json.loads(answer.split(b"\r\n\r\n")[1]) == {"tokens": [97, 98]}
+
+
+def test_large_bodies_have_so_much_memory_in_all_and_small_ones_always_some(model, tmp_path, monkeypatch):
+    """Each could be as large as one may be, and a thousand connections send one each."""
+    monkeypatch.setattr("httpfront.MAX_BODIES_BYTES", 1 << 20)
+    monkeypatch.setattr("httpfront.BODY_ROOM_BYTES", 4 << 20)
+    with RunningFront(tmp_path, model) as front, connect(front.port) as first, connect(front.port) as second:
+        half = POST + b"Content-Length: 2000000\r\n\r\n" + b" " * 1_900_000
+        first.sendall(half)
+        second.sendall(half)
+        refused, _, _ = select.select([first, second], [], [], front.deadline_s)
+        assert refused[0].recv(1 << 16)[:12] == b"HTTP/1.1 503"
+        assert front.post("/tokenize", {"content": "ab"}).json() == {"tokens": [97, 98]}
 
 
 @pytest.mark.parametrize("begun", [b"GET /health HTTP/1.1\r\nX: ", POST + b"Content-Length: 100000\r\n\r\n"])

@@ -51,6 +51,15 @@ def post_raw(front: RunningFront, path: str, body: bytes):
     return front.client.post(path, content=body, headers={"Content-Type": "application/json"})
 
 
+def test_a_refusal_of_megabytes_is_told_in_a_line(tmp_path):
+    """Spelled out and written as JSON, such a text held up every other request for many seconds."""
+    template = "{{ raise_exception('\\x01' * (messages | length * 20000000)) }}"
+    with running(tmp_path, template) as front:
+        told = error_of(front.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}))
+    assert told.startswith("the model's chat template refused these messages: \\x01")
+    assert len(told) < 10_000
+
+
 def test_hostile_templates_are_given_up_and_the_server_goes_on(tmp_path):
     for number, (what, template) in enumerate(HOSTILE.items()):
         folder = tmp_path / str(number)
