@@ -683,13 +683,12 @@ def _greedy_kernel(logits, ids, shares, with_share):
     indices = cuda.shared.array(MAX_THREADS, np.int32)
     for t in range(cuda.blockIdx.x, logits.shape[0], cuda.gridDim.x):
         peak, token = _row_best(logits, t, values, indices)
-        total = np.float32(0)
-        if with_share:
+        found, total = EMPTY < peak < INFINITE, np.float32(0)
+        if with_share and found:
             for k in range(cuda.threadIdx.x, logits.shape[1], cuda.blockDim.x):
                 total += np.float32(math.exp(logits[t, k] - peak))
             total = block_sum(total, values)
         if cuda.threadIdx.x == 0:
-            found = EMPTY < peak < INFINITE
             ids[t] = token if found else -1
             if with_share:
                 shares[t] = np.float32(1) / total if found else np.float32(0)

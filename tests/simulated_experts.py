@@ -345,7 +345,7 @@ def test_a_profile_is_written_between_requests_when_it_is_old(slots, tmp_path, p
 def test_a_bad_profile_is_told_and_replaced(tmp_path, slots):
     slots(1)
     path, lines = tmp_path / "profile", []
-    path.write_bytes(b"\xff" * 100)
+    path.write_text("strata expert profile 1\nof another model\n")
     options = {"backend": "cuda", "max_context": CONTEXT, "expert_profile_save": str(path)}
     session = Session(engine_module.Engine.load(model_options(MODEL, **options), lines.append))
     assert f"--expert-profile-save: {path} is not used" in lines[0]
