@@ -24,7 +24,7 @@ demo: $(READY) $(DEMO_MODEL)  ## compile kernels, read a long prompt, save, end,
 
 model: $(SMOLLM2)  ## fetch the model that some tests and benches use
 
-quick: $(READY) $(SMOLLM2)  ## what a change usually needs, in less than two minutes once kernels are compiled
+quick: $(READY) $(SMOLLM2)  ## what a change usually needs, in about three minutes once kernels are compiled
 	@$(RUN)python strata.py warmup
 	@$(RUN)python -m pytest -m "not ($(LONG))"
 
