@@ -8,7 +8,6 @@ Read next: ``httpfront.py``, which calls this for each request; ``answertext.py`
 
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from answertext import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, ShownTokens, StopStrings
@@ -481,4 +480,3 @@ class NativeDialect:
 
 
 Dialect = ChatDialect | TextDialect | NativeDialect
-ReadBody = Callable[[dict, Tokenizer, int], GenerationRequest]

@@ -29,11 +29,7 @@ from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
 from options import EngineOptions
-from promptcache import (
-    Parked,
-    Timeline,
-    common_start,
-)
+from promptcache import Parked, Timeline, common_start
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
 from sessionfolder import names_at_exit
 from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
@@ -45,8 +41,6 @@ SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so
 NEW_NAME = re.compile(r"\.new[0-9]*\Z")  # what a save at the end adds to a name
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
 LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
-
-
 
 
 class Engine:

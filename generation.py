@@ -154,7 +154,7 @@ class Generation:
 
     def _is_periodic(self, first: int, last: int) -> bool:
         every = self.engine.options.prompt_cache_every
-        return every > 0 and first // every < last // every
+        return first // every < last // every
 
     def _checkpoint(self, *, root: bool) -> None:
         if self.request.checkpoint and self.engine.options.prompt_cache and self.cache.n_tokens:

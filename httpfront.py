@@ -674,7 +674,7 @@ class Front:
         """Keep the ids that now stand for prompt and answer, and say why a prompt had to be read again."""
         answer = reader.answer
         if answer.source:
-            known = [ids for _, ids, _ in self.texts.conversations]
+            known = [learned.ids for learned in self.texts.conversations]
             if line := why_read_again(answer.source, wanted.ids, known, self._tokenizer.decode):
                 self._terminal.log(line)
         shown = answer.ids[: reader.n_shown]

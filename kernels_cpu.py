@@ -348,7 +348,6 @@ def pool_keys(raw, first_cell, tail, dead, weight, eps, inverse_frequency, poole
         pooled[block] = normed[0]
 
 
-
 # --- gated delta net ----------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 MAX_TEXTS = 32
 MAX_TOKENS = 1 << 21
 # A mark is spelled by three lone surrogates, which no text holds: its id in digits of ten bits.
-MARK_LENGTH = 3
 MARK_CHARACTER = re.compile("[\ud800-\udfff]")
 # What stands beside a cut decides whether words may be cut there; no word is longer than that.
 BESIDE = 256
@@ -90,12 +89,7 @@ class KnownTexts:
             return
         begun = max(((common_start(ids, known.ids), known) for known in self._texts), default=None, key=lambda x: x[0])
         grown = self._grown(ids, whole, *(begun or (0, None)))
-        self._texts = [known for known in self._texts if common_start(ids, known.ids) < len(known.ids)]
-        self._texts.append(grown)
-        while len(self._texts) > MAX_TEXTS or (
-            len(self._texts) > 1 and sum(len(known.ids) for known in self._texts) > MAX_TOKENS
-        ):
-            del self._texts[0]
+        self._texts = latest(self._texts, grown)
 
     def _grown(self, ids: array, whole: bool, n_same: int, known: KnownText | None) -> KnownText:
         """The text of ids of which the first `n_same` are those of `known`."""
@@ -171,6 +165,18 @@ class KnownTexts:
             if told and length > longest:
                 longest, earlier = length, told
         return earlier
+
+
+def latest(known: list, newest) -> list:
+    """Conversations with one more, in place of those that it goes on; the first go where there are too many.
+
+    Each has its ``ids``.
+    """
+    kept = [one for one in known if common_start(newest.ids, one.ids) < len(one.ids)]
+    kept = [*kept, newest][-MAX_TEXTS:]
+    while len(kept) > 1 and sum(len(one.ids) for one in kept) > MAX_TOKENS:
+        del kept[0]
+    return kept
 
 
 def common_start(a, b) -> int:

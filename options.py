@@ -58,9 +58,13 @@ def _text(text: str) -> str:
     return text
 
 
+def _has_controls(text: str) -> bool:
+    return any(ord(char) < 0x20 or ord(char) == 0x7F for char in text)
+
+
 def _file(text: str) -> str:
     """The name of a file that may not be there yet."""
-    if not text.strip() or any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
+    if not text.strip() or _has_controls(text):
         raise OptionRefused(f"{text!r} is no name of a file")
     return text
 
@@ -69,7 +73,7 @@ def _folder(text: str) -> str:
     """The absolute path of a folder for session files, with links followed now: re-pointing one later moves nothing."""
     if not text.strip():
         raise OptionRefused("an empty folder name")
-    if any(ord(char) < 0x20 or ord(char) == 0x7F for char in text):
+    if _has_controls(text):
         raise OptionRefused(f"control characters in the folder name {text!r}")
     return os.path.realpath(text)
 

@@ -23,7 +23,6 @@ from numba.extending import intrinsic
 
 from jit import cfunc, njit
 
-MAX_JOBS = (1 << 20) - 1
 # Slots of the control array, a cache line (8 words) apart where different threads write them.
 TURN, DONE, PARKED, END, CALLED, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 25, 32, 33, 34
 CLOCK, AWAY, RETURN_AT, RETURNED, STEP = 96, 98, 99, 100, 101  # the caller's own; two words of room for the clock

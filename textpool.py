@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import textworker
 from bodyfields import ApiError
-from knowntext import MAX_TEXTS, MAX_TOKENS, common_start
+from knowntext import latest
 from textworker import LENGTH, LIMITS_S, frame
 from tokenizer import Tokenizer
 
@@ -41,6 +41,14 @@ class Answer(NamedTuple):
 
     fields: dict
     blobs: list[bytes]
+
+
+class Learned(NamedTuple):
+    """A conversation that processes are to know; ``number`` counts up, and tells what one of them has heard."""
+
+    number: int
+    ids: array
+    whole: bool
 
 
 class WorkerLost(Exception):
@@ -134,7 +142,7 @@ class TextPool:
         self._start_failure: str | None = None
         self._closed = False
         self._n_learned = 0
-        self.conversations: list[tuple[int, array, bool]] = []
+        self.conversations: list[Learned] = []
 
     async def start(self, tokenizer: Tokenizer) -> None:
         """Take a model's tokenizer, in place of an earlier one; the first process starts meanwhile."""
@@ -205,18 +213,14 @@ class TextPool:
         if not ids:
             return
         self._n_learned += 1
-        kept = [known for known in self.conversations if common_start(ids, known[1]) < len(known[1])]
-        kept = [*kept, (self._n_learned, ids, whole)][-MAX_TEXTS:]
-        while len(kept) > 1 and sum(len(known) for _, known, _ in kept) > MAX_TOKENS:
-            del kept[0]
-        self.conversations = kept
+        self.conversations = latest(self.conversations, Learned(self._n_learned, ids, whole))
         for worker in self._idle:
             self._tell(worker)
 
     def _tell(self, worker: _Worker) -> None:
-        for number, ids, whole in self.conversations:
-            if number > worker.n_learned:
-                worker.post({"task": "learn", "whole": whole}, ids.tobytes())
+        for learned in self.conversations:
+            if learned.number > worker.n_learned:
+                worker.post({"task": "learn", "whole": learned.whole}, learned.ids.tobytes())
         worker.n_learned = self._n_learned
 
     def _read_answer(self, phase: str, head: dict, blobs: list[bytes]) -> Answer:
