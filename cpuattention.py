@@ -11,9 +11,9 @@ import numpy as np
 from numba import carray
 
 import simd
-from cpupacks import block_1, block_4
+from cpuproducts import block_1, block_4
 from jit import njit
-from packing import ROWS
+from packs import ROWS
 from team import ARGUMENTS, Job, awake, control_array, pointer_to, put, run_jobs
 
 # --- K/V cells ----------------------------------------------------------------------------------------------------

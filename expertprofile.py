@@ -2,7 +2,7 @@
 
 It owns the file's format, its checks and its durable writing; it knows neither counts nor devices. Invariant: a file is
 used whole or not at all, and is replaced by a complete one or not at all; whatever it holds, nothing stops because of
-it. Read next: expertcache.py.
+it. Read next: cudaexperts.py.
 
 Text, one line a layer, its experts in falling order of worth:
 

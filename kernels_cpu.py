@@ -2,8 +2,8 @@
 
 It owns the small operations on plain arrays and is the list of all; it knows no layer, no token and no file. Invariant:
 what is computed for a token does not depend on which other tokens stand in the same call or how many threads run it:
-every sum has a fixed order. kernels_cuda.py has the same names. Read next: cpupacks.py for weights, cpuattention.py for
-attention.
+every sum has a fixed order. kernels_cuda.py has the same names. Read next: cpuproducts.py for weights, cpuattention.py
+for attention.
 """
 
 import functools
@@ -28,7 +28,7 @@ from cpuattention import (  # noqa: F401
     dot,
     select_blocks,
 )
-from cpupacks import (  # noqa: F401
+from cpuproducts import (  # noqa: F401
     Pack,
     expert_matmul,
     expert_matmul_each,
@@ -41,7 +41,7 @@ from cpupacks import (  # noqa: F401
     together,
 )
 from jit import njit
-from packing import (  # noqa: F401
+from packs import (  # noqa: F401
     BF16,
     BLOCK,
     BLOCK_BYTES,

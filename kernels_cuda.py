@@ -2,7 +2,7 @@
 
 It owns the small operations and is the list of all; it knows no layer, no token and no file. Invariant: what is
 computed for a token does not depend on which other tokens stand in the same launch: every sum has one order, set by the
-block size alone. Read next: cudapacks.py for weights, expertcache.py for experts that are not all on the device,
+block size alone. Read next: cudaproducts.py for weights, cudaexperts.py for experts that are not all on the device,
 cudaattention.py for attention, cudapools.py for where cells lie.
 
 Every kernel runs in Numba's simulator too, which has no warp shuffles, needs one shared array a line and takes the
@@ -25,7 +25,7 @@ from cudaattention import (  # noqa: F401
     select_blocks,
 )
 from cudablock import EMPTY, INFINITE, MAX_THREADS, block_sum, inverse_rms, sigmoid
-from cudapacks import Pack, gather_rows, matmul, pack  # noqa: F401
+from cudaexperts import ExpertError, expert_matmul, pack_experts, place_experts  # noqa: F401
 from cudapools import (  # noqa: F401
     DEVICE_ERRORS,
     Residency,
@@ -44,7 +44,7 @@ from cudapools import (  # noqa: F401
     write_bytes,
     zeros,
 )
-from expertcache import ExpertError, expert_matmul, pack_experts, place_experts  # noqa: F401
+from cudaproducts import Pack, gather_rows, matmul, pack  # noqa: F401
 from kernels_cpu import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ngram_rows  # noqa: F401
 
 MAX_STATE = 128  # widest state of a gated delta net head

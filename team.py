@@ -6,7 +6,7 @@ claims a job calls it. The caller works too and takes whatever nobody else has t
 waits for no thread that is not running, but for one that holds a job. Where such waits come again and again, one helper
 after the other is sent to sleep for a while, so that the threads that are left have a core each. Invariant: a helper
 touches an operation's arguments only between claiming one of its jobs and counting it as done, and the caller returns
-only when all are done; how the work is cut, and who does it, never changes a result. Read next: cpupacks.py.
+only when all are done; how the work is cut, and who does it, never changes a result. Read next: cpuproducts.py.
 
 The word packs (turn, number of jobs, next job), 24 + 20 + 20 bits, so that a claim and the check that the operation is
 still the same are one compare-and-swap.

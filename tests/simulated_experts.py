@@ -24,8 +24,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools")
 import cuda_cases
 import gpu_check
 
+import cudaexperts
 import engine as engine_module
-import expertcache
 import kernels_cuda as ops
 from engine import ModelError, Session
 from simulated_sessions import CONTEXT, held, new_session, products_of_the_cpu
@@ -48,7 +48,7 @@ def slots(monkeypatch):
     """Gives every layer so many slots, whatever its experts' size."""
 
     def give(n: int) -> None:
-        monkeypatch.setattr(expertcache, "_slots", lambda sizes, n_experts, *_: [min(n, n_experts)] * len(sizes))
+        monkeypatch.setattr(cudaexperts, "_slots", lambda sizes, n_experts, *_: [min(n, n_experts)] * len(sizes))
 
     return give
 
@@ -56,7 +56,7 @@ def slots(monkeypatch):
 @pytest.fixture
 def products_of_experts(monkeypatch, products_of_the_cpu):
     """All products but those of experts are the CPU's, since a pass takes seconds otherwise."""
-    monkeypatch.setattr(ops, "expert_matmul", expertcache.expert_matmul)
+    monkeypatch.setattr(ops, "expert_matmul", cudaexperts.expert_matmul)
 
 
 def model_options(name: str, **options) -> engine_module.EngineOptions:
@@ -75,7 +75,7 @@ def part(kind: str, columns: int = WIDTH, rows: int = HIDDEN, seed: int = 0):
     return types.SimpleNamespace(gate_up=gate_up, down=packs(rows + 1, columns))
 
 
-def place(parts, ranking=None, *, asked_bytes=0, log=lambda line: None) -> expertcache.ExpertCache:
+def place(parts, ranking=None, *, asked_bytes=0, log=lambda line: None) -> cudaexperts.ExpertCache:
     return ops.place_experts(parts, ranking, asked_bytes, 0, 1, log)
 
 
@@ -111,13 +111,13 @@ def test_a_product_has_the_same_bits_wherever_experts_lie(kind, n, slots, monkey
 def test_many_rows_bring_an_expert_to_the_device_and_few_do_not(slots, monkeypatch):
     slots(1)
     on_host = []
-    multiply = expertcache.experthost.multiply
-    monkeypatch.setattr(expertcache.experthost, "multiply",
+    multiply = cudaexperts.cpuexperts.multiply
+    monkeypatch.setattr(cudaexperts.cpuexperts, "multiply",
                         lambda team, pack, x, active, *rest: (on_host.append(active.tolist()),
                                                               multiply(team, pack, x, active, *rest)))  # fmt: skip
     mine = part("Q4_0")
     cache = place([mine])
-    counts = [9, 2, expertcache.LENT_ROWS, 1, 3]
+    counts = [9, 2, cudaexperts.LENT_ROWS, 1, 3]
     x = cuda_cases.normal(np.random.default_rng(1), sum(counts), WIDTH)
     result = product(mine.gate_up[0], x, offsets_of(counts))
     assert on_host == [[[1, 0, 2], [3, 2, 1], [4, 3, 3]]]  # rows of the experts 1, 3 and 4, one behind the other
@@ -131,7 +131,7 @@ def test_many_rows_bring_an_expert_to_the_device_and_few_do_not(slots, monkeypat
 
 
 def test_more_experts_are_lent_than_there_is_memory_for_at_once(slots, monkeypatch):
-    monkeypatch.setattr(expertcache, "LENT", 2)
+    monkeypatch.setattr(cudaexperts, "LENT", 2)
     counts, results = [5, 4, 6, 4, 5], []
     x = cuda_cases.normal(np.random.default_rng(1), sum(counts), WIDTH)
     for n_slots in (0, EXPERTS):
@@ -159,14 +159,14 @@ def test_what_is_used_more_takes_the_place_of_what_is_used_less(slots):
     slots(2)
     mine = part("Q4_1")
     cache = place([mine])
-    assert exchange_after(cache, [1, 5, 2.4, 0, 0], expertcache.PERIOD_TOKENS - 1) == [0, 1]  # within a period
+    assert exchange_after(cache, [1, 5, 2.4, 0, 0], cudaexperts.PERIOD_TOKENS - 1) == [0, 1]  # within a period
     assert exchange_after(cache, [0, 0, 0, 0, 0], 1) == [0, 1]  # 2.4 is less than 1 + 1.5
     cache.forget()
-    assert exchange_after(cache, [0, 5, 1.9, 0, 0], expertcache.PERIOD_TOKENS) == [0, 1]  # used less than twice
+    assert exchange_after(cache, [0, 5, 1.9, 0, 0], cudaexperts.PERIOD_TOKENS) == [0, 1]  # used less than twice
     cache.forget()
-    assert exchange_after(cache, [1, 5, 2, 0, 2.5], expertcache.PERIOD_TOKENS) == [4, 1]
+    assert exchange_after(cache, [1, 5, 2, 0, 2.5], cudaexperts.PERIOD_TOKENS) == [4, 1]
     assert cache.n_copied == 1
-    np.testing.assert_allclose(cache.layers[0].uses, np.array([1, 5, 2, 0, 2.5]) * expertcache.DECAY)
+    np.testing.assert_allclose(cache.layers[0].uses, np.array([1, 5, 2, 0, 2.5]) * cudaexperts.DECAY)
     assert cache.ranking() == [[1, 4, 2, 0, 3]]
     x = cuda_cases.normal(np.random.default_rng(1), EXPERTS, WIDTH)
     slots(EXPERTS)
@@ -179,10 +179,10 @@ def test_what_is_used_more_takes_the_place_of_what_is_used_less(slots):
 
 def test_a_period_exchanges_only_so_many(slots, monkeypatch):
     slots(2)
-    monkeypatch.setattr(expertcache, "MAX_SWAPS", 1)
+    monkeypatch.setattr(cudaexperts, "MAX_SWAPS", 1)
     cache = place([part("Q4_0")])
-    assert exchange_after(cache, [0, 0, 3, 0, 9], expertcache.PERIOD_TOKENS) == [4, 1]  # the best of two
-    assert exchange_after(cache, [0, 0, 0, 0, 0], expertcache.PERIOD_TOKENS) == [4, 2]
+    assert exchange_after(cache, [0, 0, 3, 0, 9], cudaexperts.PERIOD_TOKENS) == [4, 1]  # the best of two
+    assert exchange_after(cache, [0, 0, 0, 0, 0], cudaexperts.PERIOD_TOKENS) == [4, 2]
 
 
 def test_a_ranking_fills_the_slots(slots):
@@ -198,9 +198,9 @@ def test_a_ranking_fills_the_slots(slots):
 
 def test_slots_fill_the_room_and_leave_the_rest():
     mine = [part("Q4_0"), part("Q8_0")]
-    sizes = [sum(map(expertcache.matrix_bytes, (*p.gate_up, p.down))) for p in mine]
-    lent = expertcache.LENT * max(expertcache.matrix_bytes(p.down) for p in mine)
-    of = lambda room: expertcache._slots(sizes, EXPERTS, room, lent)  # noqa: E731
+    sizes = [sum(map(cudaexperts.matrix_bytes, (*p.gate_up, p.down))) for p in mine]
+    lent = cudaexperts.LENT * max(cudaexperts.matrix_bytes(p.down) for p in mine)
+    of = lambda room: cudaexperts._slots(sizes, EXPERTS, room, lent)  # noqa: E731
     assert of(EXPERTS * sum(sizes)) == of(float("inf")) == [5, 5]  # nothing is lent then
     assert of(lent + 2 * sum(sizes)) == [2, 2]
     assert of(lent + 2 * sum(sizes) + sizes[0]) == [3, 2]
@@ -209,11 +209,11 @@ def test_slots_fill_the_room_and_leave_the_rest():
 
 
 def test_what_is_free_decides_and_a_margin_stays(monkeypatch):
-    monkeypatch.setattr(expertcache, "LENT", 1)
+    monkeypatch.setattr(cudaexperts, "LENT", 1)
     mine, lines = part("Q4_0"), []
-    size = sum(map(expertcache.matrix_bytes, (*mine.gate_up, mine.down)))
-    lent = expertcache.LENT * expertcache.matrix_bytes(mine.down)
-    monkeypatch.setattr(expertcache, "free_bytes", lambda: expertcache.MARGIN_BYTES + lent + 3 * size)
+    size = sum(map(cudaexperts.matrix_bytes, (*mine.gate_up, mine.down)))
+    lent = cudaexperts.LENT * cudaexperts.matrix_bytes(mine.down)
+    monkeypatch.setattr(cudaexperts, "free_bytes", lambda: cudaexperts.MARGIN_BYTES + lent + 3 * size)
     ops.place_experts([mine], None, 0, size, 1, lines.append)
     assert lines == ["experts: 2 of 5 a layer on the device (0 MiB), the others on 1 threads"]
     assert mine.gate_up[0].layer.slot_of.tolist() == [0, 1, -1, -1, -1]
@@ -249,7 +249,7 @@ def test_experts_that_do_not_fit_the_device_are_refused_at_start(monkeypatch):
     def fail(*_):
         raise CudaAPIError("CUDA_ERROR_OUT_OF_MEMORY")
 
-    monkeypatch.setattr(expertcache, "to_device", fail)
+    monkeypatch.setattr(cudaexperts, "to_device", fail)
     with pytest.raises(ModelError, match=r"experts do not fit the device .*OUT_OF_MEMORY.*less --expert-cache-mib"):
         new_session(MODEL)
 
@@ -271,9 +271,9 @@ def test_an_answer_has_the_same_bits_wherever_experts_lie(
     name, n_prompt, given, slots, products_of_experts, monkeypatch
 ):
     """With a period of one token in which experts always change places."""
-    monkeypatch.setattr(expertcache, "PERIOD_TOKENS", 1)
-    monkeypatch.setattr(expertcache, "LEAST_USE", 0.5)
-    monkeypatch.setattr(expertcache, "LEAST_GAIN", -100)
+    monkeypatch.setattr(cudaexperts, "PERIOD_TOKENS", 1)
+    monkeypatch.setattr(cudaexperts, "LEAST_USE", 0.5)
+    monkeypatch.setattr(cudaexperts, "LEAST_GAIN", -100)
     replies = []
     for n_slots in given:
         slots(n_slots)
@@ -373,8 +373,8 @@ def test_the_expert_check_for_a_device_passes():
 
 
 def test_the_expert_check_for_a_device_can_fail(monkeypatch):
-    multiply = expertcache.experthost.multiply
-    monkeypatch.setattr(expertcache.experthost, "multiply",
+    multiply = cudaexperts.cpuexperts.multiply
+    monkeypatch.setattr(cudaexperts.cpuexperts, "multiply",
                         lambda *args: (multiply(*args), np.add(args[-1], np.float32(1), out=args[-1])))  # fmt: skip
     sizes = gpu_check.ExpertSizes(layers=1, experts=16, used=2, width=32, n_ff=32, decoded=2, prompt=1)
     assert [row["ok"] for row in gpu_check.check_experts(sizes)] == [True, False]

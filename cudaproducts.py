@@ -205,7 +205,7 @@ def _fma4(w0, w1, w2, w3, x, token, k, total):
 def _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, first, step):
     """Row `row` of the group at byte `at` times one token, over the column blocks first, first + step, ...
 
-    experthost.py sums in the same order, to the last bit.
+    cpuexperts.py sums in the same order, to the last bit.
     """
     total = np.float32(0)
     for block in range(first, (n_cols + BLOCK - 1) // BLOCK, step):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools")
 
 import cuda_cases
 
-import experthost
+import cpuexperts
 import kernels_cpu
 from team import Team
 
@@ -49,20 +49,20 @@ def width(kind: str) -> int:
 @pytest.mark.parametrize("slices", [1, 2, 8, 16])
 @pytest.mark.parametrize("kind", cuda_cases.KINDS)
 def test_each_expert_multiplies_its_rows(kind, slices, team, monkeypatch):
-    monkeypatch.setattr(experthost, "JOB_WORK", 10_000)  # several jobs an expert
+    monkeypatch.setattr(cpuexperts, "JOB_WORK", 10_000)  # several jobs an expert
     pack = pack_of(kind, width(kind))
     ends = np.cumsum(COUNTS)
     x = cuda_cases.normal(np.random.default_rng(5), ends[-1], pack.n_cols)
     used = np.flatnonzero(COUNTS)
     active = np.stack([used, (ends - COUNTS)[used], np.array(COUNTS)[used]], axis=1)
     out = np.full((len(x), ROWS), np.nan, np.float32)
-    experthost.multiply(team, pack, x, active, slices, out)
+    cpuexperts.multiply(team, pack, x, active, slices, out)
     for expert, first, count in active:
         exact = x[first : first + count].astype(np.float64) @ weights_of(pack, expert).T
         np.testing.assert_allclose(out[first : first + count], exact, rtol=0, atol=2e-6 * np.abs(exact).max())
         for row in range(first, first + count):
             alone = np.empty((1, ROWS), np.float32)
-            experthost.multiply(team, pack, x[row : row + 1], np.array([[expert, 0, 1]]), slices, alone)
+            cpuexperts.multiply(team, pack, x[row : row + 1], np.array([[expert, 0, 1]]), slices, alone)
             np.testing.assert_array_equal(alone[0].view(np.int32), out[row].view(np.int32))
 
 
@@ -72,7 +72,7 @@ def test_the_number_of_slices_decides_the_order_of_a_sum():
     results = []
     for slices in (1, 8):
         out = np.empty((1, ROWS), np.float32)
-        experthost.multiply(team, pack, x, np.array([[0, 0, 1]]), slices, out)
+        cpuexperts.multiply(team, pack, x, np.array([[0, 0, 1]]), slices, out)
         weights, order = weights_of(pack, 0).astype(np.float32), []
         for part in range(slices):
             columns = [k for block in range(part, 16, slices) for k in range(32 * block, 32 * block + 32)]

@@ -4,7 +4,7 @@ It owns the decoding of weight types and the matrix products; it knows no layer.
 does not depend on which other tokens stand in the same call, on how many threads run it or on what the processor has:
 every sum has a fixed order, and what is summed as integers is exact. Read next: kernels_cpu.py.
 
-Weights lie in packs (see packing.py): sixteen rows side by side in the lanes of a vector, so no sum runs across lanes.
+Weights lie in packs (see packs.py): sixteen rows side by side in the lanes of a vector, so no sum runs across lanes.
 """
 
 import functools
@@ -15,7 +15,7 @@ from numba import carray
 
 import simd
 from jit import njit
-from packing import BF16, BLOCK, BLOCK_BYTES, BLOCK_COLUMNS, F16, F32, PACKERS, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
+from packs import BF16, BLOCK, BLOCK_BYTES, BLOCK_COLUMNS, F16, F32, PACKERS, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
 from team import ARGUMENTS, HELPERS, Job, awake, call_job, control_array, hold, pointer_to, put, run_jobs
 
 TILE = 64  # tokens that share one decoding of a block

@@ -3,7 +3,7 @@
 It owns which expert lies where and who multiplies its rows; it knows no model, no token and no file. All experts lie in
 host memory; a layer has slots on the device for some, an expert's three matrices together. The device multiplies the
 rows of those that have a slot, the host the others meanwhile. Invariant: the bits of a product do not depend on where
-it was made (see experthost.py), and slots change between two passes alone. Read next: experthost.py.
+it was made (see cpuexperts.py), and slots change between two passes alone. Read next: cpuexperts.py.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import numpy as np
 from numba import cuda
 from numba.cuda.cudadrv.driver import CudaAPIError
 
-import cudapacks
+import cpuexperts
 import cudapools
-import experthost
+import cudaproducts
 import kernels_cpu
-from cudapacks import Pack, matrix_bytes, multiply_tiles, room_for, seen_as, tile_rows, to_device
+from cudaproducts import Pack, matrix_bytes, multiply_tiles, room_for, seen_as, tile_rows, to_device
 from kernels_cpu import ROWS
 from team import Team
 
@@ -44,7 +44,7 @@ def pack_experts(kind, raw, n_cols, *, round_x=False):
 def expert_matmul(weights, x, offsets, out):
     """Rows offsets[e]..offsets[e + 1] of x times expert e; x [n, n_cols], out [n, n_rows], offsets int64 [E + 1]."""
     if isinstance(weights, Pack):
-        cudapacks.expert_matmul(weights, x, offsets, out)
+        cudaproducts.expert_matmul(weights, x, offsets, out)
     else:
         weights.multiply(x, offsets, out)
 
@@ -102,7 +102,7 @@ class ExpertPack:
         active = np.stack([experts, np.cumsum(n_rows) - n_rows, n_rows], axis=1)
         results = np.empty((len(rows), self.n_rows), np.float32)
         slices = cudapools.THREADS // min(ROWS, cudapools.THREADS)
-        experthost.multiply(self.layer.team, self.host, rows, active, slices, results)
+        cpuexperts.multiply(self.layer.team, self.host, rows, active, slices, results)
         done = 0
         for first, end in runs:
             out[first:end].copy_to_device(results[done : done + end - first])

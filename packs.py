@@ -1,7 +1,7 @@
 """How weights lie in packs: blocks of a file's types, sixteen rows side by side.
 
 It owns the layout and the way into it, in NumPy; it multiplies nothing. Invariant: a pack holds the bits of the file's
-codes and scales, in another order only. Read next: cpupacks.py, which decodes and multiplies packs.
+codes and scales, in another order only. Read next: cpuproducts.py, which decodes and multiplies packs.
 
 A pack has row groups of sixteen rows, the lanes of a vector, and in them blocks of 32 (K types: 256) input columns.
 Inside a block the codes stand in *quads*: four columns of sixteen rows, 64 bytes, a row's four in one 32-bit lane.

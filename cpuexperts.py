@@ -1,18 +1,18 @@
 """Products of experts on the host, with the bits that the device's kernels give.
 
-It owns the twin of the sums in cudapacks.py; it knows neither slots nor layers. Invariant: a weight is rounded, and a
-row is summed, exactly as there: a slice takes every n-th block of 32 columns, in it one column after the other by fused
-multiply-adds, and the slices are added in their order. Sixteen rows lie in the lanes of a vector, so no sum crosses
-lanes, however the rows are cut or shared out. Read next: expertcache.py.
+It owns the twin of the sums in cudaproducts.py; it knows neither slots nor layers. Invariant: a weight is rounded, and
+a row is summed, exactly as there: a slice takes every n-th block of 32 columns, in it one column after the other by
+fused multiply-adds, and the slices are added in their order. Sixteen rows lie in the lanes of a vector, so no sum
+crosses lanes, however the rows are cut or shared out. Read next: cudaexperts.py.
 """
 
 import numpy as np
 from numba import carray
 
 import simd
-from cpupacks import JOB_WORK, block_offset, block_scale, codes_start, decode_floats, quad_codes, zero_point
+from cpuproducts import JOB_WORK, block_offset, block_scale, codes_start, decode_floats, quad_codes, zero_point
 from jit import njit
-from packing import BLOCK, BLOCK_BYTES, Q4_1, Q4_K, Q5_K, Q8_0, ROWS
+from packs import BLOCK, BLOCK_BYTES, Q4_1, Q4_K, Q5_K, Q8_0, ROWS
 from team import ARGUMENTS, Job, Team, awake, control_array, pointer_to, put, run_jobs
 
 TILE = 8  # rows of x that share one decoding of a weight
@@ -22,7 +22,7 @@ _BYTES = np.array([BLOCK_BYTES[kind] for kind in range(len(BLOCK_BYTES))], np.in
 
 
 # --- weights ------------------------------------------------------------------------------------------------------
-# cpupacks.py decodes the same packs, but for the sign of some zeros, which its own sums do not keep either.
+# cpuproducts.py decodes the same packs, but for the sign of some zeros, which its own sums do not keep either.
 
 
 @njit
