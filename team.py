@@ -247,6 +247,36 @@ def put(control, operation, arguments):
         control[ARGUMENTS + i] = arguments[i]
 
 
+def arguments(words: str, reals: str = "") -> np.dtype:
+    """The arguments of a job by name: int64 words (counts, arrays by address), then float64 reals.
+
+    Raises ValueError for more than the control array has room for.
+    """
+    record = np.dtype([(name, np.int64) for name in words.split()] + [(name, np.float64) for name in reals.split()])
+    if ARGUMENTS + len(record) > CLOCK:
+        raise ValueError(f"{len(record)} arguments, but there is room for {CLOCK - ARGUMENTS}")
+    return record
+
+
+@njit
+def begin(control, operation, record):
+    """Set the function of the next operation; returns its arguments, a `record` of `arguments` to be filled in."""
+    control[OPERATION] = operation
+    return array_at(control.ctypes.data + 8 * ARGUMENTS, 1, record)[0]
+
+
+@njit
+def given(control, record):
+    """Inside a job, from its pointer: the arguments that were filled in after `begin`."""
+    return array_at(control_array(control).ctypes.data + 8 * ARGUMENTS, 1, record)[0]
+
+
+@njit
+def array_at(address, shape, dtype):
+    """The C-contiguous array of a shape that lies at an address."""
+    return carray(pointer_to(address), shape, dtype)
+
+
 @njit
 def run_jobs(control, n_jobs):
     """Do all jobs of the operation in `control`, with whatever helpers come by."""
