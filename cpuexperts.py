@@ -10,51 +10,15 @@ import numpy as np
 from numba import carray
 
 import simd
-from cpuproducts import JOB_WORK, block_offset, block_scale, codes_start, decode_floats, quad_codes, zero_point
+from cpudecode import decode
+from cpuproducts import JOB_WORK
 from jit import njit
-from packs import BLOCK, BLOCK_BYTES, Q4_1, Q4_K, Q5_K, Q8_0, ROWS
-from team import ARGUMENTS, Job, Team, awake, control_array, pointer_to, put, run_jobs
+from packs import BLOCK, KINDS, ROWS
+from team import Job, Team, arguments, array_at, awake, begin, given, run_jobs
 
 TILE = 8  # rows of x that share one decoding of a weight
 DECODED = BLOCK * ROWS  # weights of a decoded block
 MAX_SLICES = 16  # of a block of 256 threads, the largest that is launched
-_BYTES = np.array([BLOCK_BYTES[kind] for kind in range(len(BLOCK_BYTES))], np.int64)
-
-
-# --- weights ------------------------------------------------------------------------------------------------------
-# cpuproducts.py decodes the same packs, but for the sign of some zeros, which its own sums do not keep either.
-
-
-@njit
-def _offset(kind, data, at, block, scale):
-    """What is added to code * scale: of a kind with signed codes its zero point's share."""
-    if kind == Q4_1:
-        return block_offset(kind, data, at, block)
-    if kind in (Q4_K, Q5_K):
-        at += (block >> 3) * _BYTES[kind]
-        lowest = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + (block & 7) * ROWS))
-        return simd.sub(simd.splat(np.float32(-0.0)), lowest)
-    if kind == Q8_0:
-        return simd.splat(np.float32(0))
-    return simd.mul(scale, simd.splat(np.float32(-zero_point(kind))))
-
-
-@njit
-def _decode(kind, data, at, block, out):
-    """Column block `block` (32 columns x 16 rows) of the row group at byte `at`, column by column into `out`."""
-    if kind < Q8_0:
-        decode_floats(kind, data, at + block * _BYTES[kind], out)
-        return
-    start = codes_start(kind, at, block)
-    for half in range(2):
-        scale = block_scale(kind, data, at, block, half)
-        offset = _offset(kind, data, at, block, scale)
-        for quad in range(4 * half, 4 * half + 4):
-            # Q8_0's codes are signed as they stand; those of the others are at most 63.
-            codes = simd.load_i32(data, start + quad * 64) if kind == Q8_0 else quad_codes(kind, data, start, quad)
-            for j in range(4):
-                value = simd.fma(simd.signed_byte(codes, np.int32(j)), scale, offset)
-                simd.store(out, (4 * quad + j) * ROWS, value)
 
 
 # --- sums ---------------------------------------------------------------------------------------------------------
@@ -87,7 +51,7 @@ def _four_blocks(weights, x, at, sums, first, block, slices):
     simd.store(sums, p3, d)
 
 
-@njit
+@njit(forceinline=True)
 def _row_group(kind, data, at, n_cols, slices, x, first, n, sums):
     """Sixteen rows times the rows first..first + n (at most TILE) of x; sums [n][slices][16]."""
     weights = carray(simd.stack_f32(2048), (2048,))  # four decoded blocks
@@ -96,7 +60,7 @@ def _row_group(kind, data, at, n_cols, slices, x, first, n, sums):
     while block * BLOCK < n_cols:
         step = 4 if slices >= 4 and block + 4 <= n_whole else 1
         for i in range(step):
-            _decode(kind, data, at, block + i, weights[i * DECODED :])
+            decode(kind, data, at, block + i, weights[i * DECODED :])
         for i in range(n):
             start = (first + i) * n_cols + block * BLOCK
             if step == 4:
@@ -118,49 +82,53 @@ def _write_sums(sums, slices, i, out, token, column, n):
         out[token, column + row] = sums[i * slices * ROWS + row]
 
 
-def _job(control, job):
-    """Some row groups of one expert times its rows of x."""
-    c = control_array(control)[ARGUMENTS:]
-    kind, group_bytes, n_rows, n_cols, slices = c[0], c[1], c[2], c[3], c[4]
-    per_job, jobs_each, n_active, n_tokens = c[5], c[6], c[7], c[8]
-    groups = (n_rows + ROWS - 1) // ROWS
-    active = carray(pointer_to(c[12]), (n_active, 3), np.int64)
-    expert, first, count = active[job // jobs_each]
-    data = carray(pointer_to(c[9]), ((expert + 1) * groups * group_bytes,), np.uint8)
-    x = carray(pointer_to(c[10]), (n_tokens * n_cols,), np.float32)
-    out = carray(pointer_to(c[11]), (n_tokens, n_rows), np.float32)
-    sums = carray(simd.stack_f32(2048), (2048,))  # TILE rows of MAX_SLICES sums of sixteen
-    start = job % jobs_each * per_job
-    for group in range(start, min(start + per_job, groups)):
-        at = (expert * groups + group) * group_bytes
-        for row in range(first, first + count, TILE):
-            n = min(TILE, first + count - row)
-            _row_group(kind, data, at, n_cols, slices, x, row, n, sums)
-            for i in range(n):
-                _write_sums(sums, slices, i, out, row + i, group * ROWS, min(ROWS, n_rows - group * ROWS))
+# --- jobs ---------------------------------------------------------------------------------------------------------
+
+_Product = arguments("data group_bytes n_rows n_cols slices x n_tokens active n_active out per_job jobs_each")
 
 
-# --- the team -----------------------------------------------------------------------------------------------------
+def _product(kind):
+    """Some row groups of one expert of a kind times its rows of x."""
 
-_JOB = Job(_job)
+    def job(control, number):
+        c = given(control, _Product)
+        n_rows, n_cols, slices, groups = c.n_rows, c.n_cols, c.slices, (c.n_rows + ROWS - 1) // ROWS
+        expert, first, count = array_at(c.active, (c.n_active, 3), np.int64)[number // c.jobs_each]
+        data = array_at(c.data, (expert + 1) * groups * c.group_bytes, np.uint8)
+        x, out = array_at(c.x, c.n_tokens * n_cols, np.float32), array_at(c.out, (c.n_tokens, n_rows), np.float32)
+        sums = carray(simd.stack_f32(2048), (2048,))  # TILE rows of MAX_SLICES sums of sixteen
+        start = number % c.jobs_each * c.per_job
+        for group in range(start, min(start + c.per_job, groups)):
+            at = (expert * groups + group) * c.group_bytes
+            for row in range(first, first + count, TILE):
+                n = min(TILE, first + count - row)
+                _row_group(kind, data, at, n_cols, slices, x, row, n, sums)
+                for i in range(n):
+                    _write_sums(sums, slices, i, out, row + i, group * ROWS, min(ROWS, n_rows - group * ROWS))
+
+    return Job(job)
+
+
+_PRODUCTS = [_product(kind) for kind in range(len(KINDS))]
 
 
 def multiply(team: Team, weights, x: np.ndarray, active: np.ndarray, slices: int, out: np.ndarray) -> None:
-    """Rows of x times the experts of a pack of kernels_cpu.py, summed in `slices` as the device's blocks do it.
+    """Rows of x times the experts of a pack of cpuproducts.py, summed in `slices` as the device's blocks do it.
 
     x float32 [n, n_cols], out [n, n_rows]; active int64 [m, 3]: expert, first row, number of rows.
     """
     assert 1 <= slices <= MAX_SLICES  # a job has room for no more
-    w, n_active = weights, len(active)
-    groups = -(-w.n_rows // ROWS)
-    per_job = max(1, min(groups, JOB_WORK // (ROWS * w.n_cols * max(1, len(x) // max(1, n_active)))))
-    jobs_each = -(-groups // per_job)
-    addresses = [array.ctypes.data for array in (w.data, x, out, active)]
-    shape = (w.kind, w.group_bytes, w.n_rows, w.n_cols, slices, per_job, jobs_each, n_active, len(x))
-    _run(awake(team), _JOB.address, np.array([*shape, *addresses], np.int64), jobs_each * n_active)
+    w = weights
+    per_job = max(1, JOB_WORK // (ROWS * w.n_cols * max(1, len(x) // max(1, len(active)))))
+    _multiply(awake(team), _PRODUCTS[w.kind].address, w.data, w.group_bytes, w.n_rows, x, active, slices, per_job, out)
 
 
 @njit
-def _run(control, job, arguments, n_jobs):
-    put(control, job, arguments)
-    run_jobs(control, n_jobs)
+def _multiply(control, job, data, group_bytes, n_rows, x, active, slices, per_job, out):
+    groups = (n_rows + ROWS - 1) // ROWS
+    c = begin(control, job, _Product)
+    c.data, c.group_bytes, c.n_rows, c.slices = data.ctypes.data, group_bytes, n_rows, slices
+    c.x, c.n_tokens, c.n_cols, c.out = x.ctypes.data, x.shape[0], x.shape[1], out.ctypes.data
+    c.active, c.n_active = active.ctypes.data, len(active)
+    c.per_job, c.jobs_each = min(groups, per_job), (groups + min(groups, per_job) - 1) // min(groups, per_job)
+    run_jobs(control, c.jobs_each * len(active))

@@ -1,8 +1,8 @@
 """Weights on the CPU: packs, their rows, and products with them.
 
-It owns the decoding of weight types and the matrix products; it knows no layer. Invariant: what is computed for a token
-does not depend on which other tokens stand in the same call, on how many threads run it or on what the processor has:
-every sum has a fixed order, and what is summed as integers is exact. Read next: kernels_cpu.py.
+It owns the matrix products; it knows no layer. Invariant: what is computed for a token does not depend on which other
+tokens stand in the same call, on how many threads run it or on what the processor has: every sum has a fixed order, and
+what is summed as integers is exact. Read next: kernels_cpu.py.
 
 Weights lie in packs (see packs.py): sixteen rows side by side in the lanes of a vector, so no sum runs across lanes.
 """
@@ -13,17 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 from numba import carray
 
+import packs
 import simd
+from cpudecode import block_offset, block_scale, codes_start, decode, quad_codes
 from jit import njit
-from packs import BF16, BLOCK, BLOCK_BYTES, BLOCK_COLUMNS, F16, F32, PACKERS, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
-from team import ARGUMENTS, HELPERS, Job, awake, call_job, control_array, hold, pointer_to, put, run_jobs
+from packs import BLOCK, KINDS, ROWS
+from team import HELPERS, Job, arguments, array_at, awake, begin, call_job, control_array, given, hold, run_jobs
 
 TILE = 64  # tokens that share one decoding of a block
 
-_BYTES = np.array([BLOCK_BYTES[kind] for kind in range(9)], dtype=np.int64)
-
 
 # --- packs: weights as the kernels read them ----------------------------------------------------------------------
+
+# What a product reads of each pack that it multiplies: the function, the weights, bytes of sixteen rows, rows, whether
+# x is rounded.
+PART = arguments("product data group_bytes n_rows rounds_x")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +44,15 @@ class Pack:
     @property
     def group_bytes(self) -> int:
         """Bytes of sixteen rows."""
-        return -(-self.n_cols // BLOCK_COLUMNS[self.kind]) * BLOCK_BYTES[self.kind]
+        kind = KINDS[self.kind]
+        return -(-self.n_cols // kind.columns) * kind.n_bytes
 
     @functools.cached_property
     def table(self) -> np.ndarray:
-        """What a product reads of it, int64 [1, 5]: function, data, bytes of a group, rows, whether x is rounded."""
-        product = (_ROUNDED_PRODUCTS if self.rounds_x else _PRODUCTS)[self.kind]
+        """What a product reads of it, one PART."""
+        product = (_INT8_PRODUCTS if self.rounds_x else _FLOAT_PRODUCTS)[self.kind]
         fields = (product.address, self.data.ctypes.data, self.group_bytes, self.n_rows, self.rounds_x)
-        return np.array([fields], np.int64)
+        return np.array([fields], PART)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,113 +82,18 @@ def pack(kind, raw, n_cols, *, round_x=False):
 
     Raises ValueError where the width cannot be cut into the kind's blocks.
     """
-    if n_cols % (BLOCK_COLUMNS[kind] if kind >= Q8_0 else 4):
+    coded, columns = packs.CODED[kind], KINDS[kind].columns
+    if n_cols % (columns if coded else 4):
         raise ValueError(f"a width of {n_cols} cannot be packed")
     n_matrices, n_rows = raw.shape[:2]
     groups = -(-n_rows // ROWS)
-    blocks = -(-n_cols // BLOCK_COLUMNS[kind])
-    data = simd.aligned_zeros((n_matrices, groups, blocks, BLOCK_BYTES[kind]), np.uint8)
+    data = simd.aligned_zeros((n_matrices, groups, -(-n_cols // columns), KINDS[kind].n_bytes), np.uint8)
     for matrix in range(n_matrices):
         rows = raw[matrix].reshape(n_rows, -1)
         if n_rows % ROWS:
             rows = np.concatenate([rows, np.zeros((groups * ROWS - n_rows, rows.shape[1]), rows.dtype)])
-        PACKERS[kind](rows.reshape(groups, ROWS, -1), data[matrix])
-    return Pack(kind, data.reshape(-1), n_rows, n_cols, n_matrices, round_x and kind >= Q8_0)
-
-
-@njit
-def _decode_quad(codes, quad, scale, offset, out):
-    """Four columns of sixteen rows, `codes` one unsigned byte each, to scale * code + offset in `out`."""
-    for j in range(4):
-        value = simd.to_float(simd.bits(codes, np.int32(8 * j), np.int32(255)))
-        simd.store(out, (4 * quad + j) * ROWS, simd.fma(value, scale, offset))
-
-
-@njit(forceinline=True)
-def decode_floats(kind, data, at, out):
-    """A block of 32 columns of a kind of floats at byte `at` into `out`, column by column."""
-    for k in range(BLOCK):
-        if kind == F32:
-            value = simd.load_f32(data, at + k * 64)
-        elif kind == F16:
-            value = simd.load_f16(data, at + k * 32)
-        else:
-            value = simd.load_bf16(data, at + k * 32)
-        simd.store(out, k * ROWS, value)
-
-
-@njit
-def _decode_q8_0(data, at, out):
-    scale = simd.load_f16(data, at)
-    for quad in range(8):
-        codes = simd.load_i32(data, at + 32 + quad * 64)
-        for j in range(4):
-            value = simd.signed_byte(codes, np.int32(j))
-            simd.store(out, (4 * quad + j) * ROWS, simd.mul(value, scale))
-
-
-@njit
-def _decode_nibbles(data, at, scale, offset, out):
-    for quad in range(4):
-        both = simd.load_i32(data, at + quad * 64)
-        _decode_quad(simd.bits(both, np.int32(0), np.int32(0x0F0F0F0F)), quad, scale, offset, out)
-        _decode_quad(simd.bits(both, np.int32(4), np.int32(0x0F0F0F0F)), quad + 4, scale, offset, out)
-
-
-@njit
-def _decode_5_bits(data, at, scale, offset, out):
-    high = simd.load_i32(data, at + 256)
-    for quad in range(8):
-        both = simd.load_i32(data, at + (quad & 3) * 64)
-        low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
-        bit = simd.shift_left(simd.bits(high, np.int32(quad), np.int32(0x01010101)), np.int32(4))
-        _decode_quad(simd.either(low, bit), quad, scale, offset, out)
-
-
-@njit
-def _decode_6_bits(data, at, d, scales_at, out):
-    """Signed 6-bit codes with a scale for each half of the block (16 columns)."""
-    for quad in range(8):
-        scale = simd.mul(d, simd.load_i8(data, scales_at + (quad >> 2) * ROWS))
-        both = simd.load_i32(data, at + (quad & 3) * 64)
-        low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
-        plane = simd.load_i32(data, at + 256 + (quad >> 2) * 64)
-        top = simd.shift_left(simd.bits(plane, np.int32(2 * (quad & 3)), np.int32(0x03030303)), np.int32(4))
-        _decode_quad(simd.either(low, top), quad, scale, simd.mul(scale, simd.splat(np.float32(-32))), out)
-
-
-@njit(forceinline=True)
-def _decode_k(kind, data, at, sub, out):
-    """Sub-block `sub` (32 columns) of a 256-column block of Q4_K, Q5_K or Q6_K."""
-    d = simd.load_f16(data, at)
-    if kind == Q6_K:
-        _decode_6_bits(data, at + 288 + sub * 384, d, at + 32 + sub * 32, out)
-        return
-    scale = simd.mul(d, simd.load_u8(data, at + 64 + sub * ROWS))
-    lowest = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + sub * ROWS))
-    offset = simd.sub(simd.splat(np.float32(0)), lowest)
-    if kind == Q4_K:
-        _decode_nibbles(data, at + 320 + sub * 256, scale, offset, out)
-    else:
-        _decode_5_bits(data, at + 320 + sub * 320, scale, offset, out)
-
-
-@njit(forceinline=True)
-def _decode(kind, data, at, block, out):
-    """Decode block `block` (32 columns x 16 rows) of the row group at byte `at` into `out`, column by column."""
-    if kind >= Q4_K:
-        _decode_k(kind, data, at + (block >> 3) * _BYTES[kind], block & 7, out)
-        return
-    at += block * _BYTES[kind]
-    if kind == Q4_1:
-        _decode_nibbles(data, at + 64, simd.load_f16(data, at), simd.load_f16(data, at + 32), out)
-    elif kind == Q4_0:
-        scale = simd.load_f16(data, at)
-        _decode_nibbles(data, at + 32, scale, simd.mul(scale, simd.splat(np.float32(-8))), out)
-    elif kind == Q8_0:
-        _decode_q8_0(data, at, out)
-    else:
-        decode_floats(kind, data, at, out)
+        packs.fill(kind, rows.reshape(groups, ROWS, -1), data[matrix])
+    return Pack(kind, data.reshape(-1), n_rows, n_cols, n_matrices, round_x and coded)
 
 
 # --- matrix products ----------------------------------------------------------------------------------------------
@@ -251,9 +161,8 @@ def _row_group(kind, data, at, n_cols, x, first, n_tokens, sums):
     sums[: n_tokens * ROWS] = np.float32(0)
     for block in range((n_cols + BLOCK - 1) // BLOCK):
         if n_tokens == 1:
-            per_block = _BYTES[kind] >> 3 if kind >= Q4_K else _BYTES[kind]
-            _prefetch_block(data, at + block * per_block, kind)
-        _decode(kind, data, at, block, weights)
+            _prefetch_block(data, at + block * (packs.BYTES[kind] // packs.SHARE[kind]), kind)
+        decode(kind, data, at, block, weights)
         column = block * BLOCK
         n_quads = min(BLOCK, n_cols - column) // 4
         token = 0
@@ -289,81 +198,13 @@ def _round_block(x, at, codes, steps, sums, lifts, block):
     lifts[block] = step * np.float32(sums[2 * block] + sums[2 * block + 1])
 
 
-@njit(forceinline=True)
-def quad_codes(kind, data, at, quad):
-    """Unsigned codes of four columns: byte j of a lane is column 4 quad + j of its row; `at` is where codes start."""
-    if kind == Q8_0:
-        return simd.flip(simd.load_i32(data, at + quad * 64), simd.splat_i32(np.int32(-2139062144)))  # 0x80 a byte
-    both = simd.load_i32(data, at + (quad & 3) * 64)
-    low = simd.bits(both, np.int32(4 * (quad >> 2)), np.int32(0x0F0F0F0F))
-    if kind == Q5_K:
-        bit = simd.bits(simd.load_i32(data, at + 256), np.int32(quad), np.int32(0x01010101))
-        return simd.either(low, simd.shift_left(bit, np.int32(4)))
-    if kind == Q6_K:
-        plane = simd.load_i32(data, at + 256 + (quad >> 2) * 64)
-        top = simd.bits(plane, np.int32(2 * (quad & 3)), np.int32(0x03030303))
-        return simd.either(low, simd.shift_left(top, np.int32(4)))
-    return low
-
-
-@njit(forceinline=True)
-def zero_point(kind):
-    """The unsigned code that stands for 0 where a kind has signed codes."""
-    if kind == Q8_0:
-        return np.int32(128)
-    if kind == Q6_K:
-        return np.int32(32)
-    return np.int32(8) if kind == Q4_0 else np.int32(0)
-
-
-@njit(forceinline=True)
-def _has_offsets(kind):
-    """Whether a weight is scale * code + offset."""
-    return kind in (Q4_1, Q4_K, Q5_K)
-
-
-@njit(forceinline=True)
-def codes_start(kind, at, block):
-    """Byte of the first quad of column block `block` in the row group at byte `at`."""
-    if kind >= Q4_K:
-        at += (block >> 3) * _BYTES[kind]
-        sub = block & 7
-        if kind == Q6_K:
-            return at + 288 + sub * 384
-        return at + 320 + sub * (256 if kind == Q4_K else 320)
-    return at + block * _BYTES[kind] + (64 if kind == Q4_1 else 32)
-
-
-@njit(forceinline=True)
-def block_scale(kind, data, at, block, half):
-    """Scale of a column block's sixteen rows (of Q6_K: of its half)."""
-    if kind >= Q4_K:
-        at += (block >> 3) * _BYTES[kind]
-        d, sub = simd.load_f16(data, at), block & 7
-        if kind == Q6_K:
-            return simd.mul(d, simd.load_i8(data, at + 32 + sub * 32 + half * ROWS))
-        return simd.mul(d, simd.load_u8(data, at + 64 + sub * ROWS))
-    return simd.load_f16(data, at + block * _BYTES[kind])
-
-
-@njit(forceinline=True)
-def block_offset(kind, data, at, block):
-    """Offset of a column block's sixteen rows, of a kind that has offsets."""
-    if kind >= Q4_K:
-        at += (block >> 3) * _BYTES[kind]
-        low = simd.mul(simd.load_f16(data, at + 32), simd.load_u8(data, at + 192 + (block & 7) * ROWS))
-        return simd.sub(simd.splat(np.float32(0)), low)
-    return simd.load_f16(data, at + block * _BYTES[kind] + 32)
-
-
 AHEAD = 4096  # bytes; one token streams all weights from memory, and what the hardware fetches by itself is half of it
 
 
 @njit(forceinline=True)
 def _prefetch_block(data, at, kind):
     """Ask for as many bytes as a 32-column block takes, AHEAD of the one that is read."""
-    per_block = _BYTES[kind] >> 3 if kind >= Q4_K else _BYTES[kind]
-    for line in range(0, per_block, 64):
+    for line in range(0, packs.BYTES[kind] // packs.SHARE[kind], 64):
         simd.prefetch(data, at + AHEAD + line)
 
 
@@ -371,19 +212,19 @@ def _prefetch_block(data, at, kind):
 def _scaled_1(kind, data, at, n_cols, codes, steps, sums, lifts, token):
     """The sixteen outputs of one token."""
     total, blocks = simd.splat(np.float32(0)), n_cols // BLOCK
-    halves = 2 if kind == Q6_K else 1
+    halves = packs.HALVES[kind]
     for block in range(blocks):
         start, i = codes_start(kind, at, block), token * blocks + block
         _prefetch_block(data, start, kind)
         for half in range(halves):
-            dots = simd.splat_i32(np.int32(-zero_point(kind) * _sum_codes(kind, sums, i, half)))
+            dots = simd.splat_i32(np.int32(-packs.ZERO[kind] * _sum_codes(kind, sums, i, half)))
             for q in range(8 // halves):
                 quad = half * 4 + q
                 column = simd.broadcast_i32(codes, i * BLOCK + 4 * quad)
                 dots = simd.dot_bytes(dots, quad_codes(kind, data, start, quad), column)
             scale = simd.mul(block_scale(kind, data, at, block, half), simd.splat(steps[i]))
             total = simd.fma(simd.to_float(dots), scale, total)
-        if _has_offsets(kind):
+        if packs.OFFSET[kind]:
             total = simd.fma(block_offset(kind, data, at, block), simd.splat(lifts[i]), total)
     return total
 
@@ -391,9 +232,9 @@ def _scaled_1(kind, data, at, n_cols, codes, steps, sums, lifts, token):
 @njit(forceinline=True)
 def _scaled_4(kind, data, at, n_cols, codes, steps, sums, lifts, token, out):
     """The outputs of four tokens, each summed as in `_scaled_1`; the weights are taken apart once for all of them."""
-    zero, negated = simd.splat(np.float32(0)), np.int32(-zero_point(kind))
+    zero, negated = simd.splat(np.float32(0)), np.int32(-packs.ZERO[kind])
     total_a, total_b, total_c, total_d = zero, zero, zero, zero
-    blocks, halves = n_cols // BLOCK, 2 if kind == Q6_K else 1
+    blocks, halves = n_cols // BLOCK, packs.HALVES[kind]
     for block in range(blocks):
         start, i = codes_start(kind, at, block), token * blocks + block
         j = i + 2 * blocks
@@ -414,7 +255,7 @@ def _scaled_4(kind, data, at, n_cols, codes, steps, sums, lifts, token, out):
             total_b = simd.fma(simd.to_float(b), simd.mul(scale, simd.splat(steps[i + blocks])), total_b)
             total_c = simd.fma(simd.to_float(c), simd.mul(scale, simd.splat(steps[j])), total_c)
             total_d = simd.fma(simd.to_float(d), simd.mul(scale, simd.splat(steps[j + blocks])), total_d)
-        if _has_offsets(kind):
+        if packs.OFFSET[kind]:
             offset = block_offset(kind, data, at, block)
             total_a = simd.fma(offset, simd.splat(lifts[i]), total_a)
             total_b = simd.fma(offset, simd.splat(lifts[i + blocks]), total_b)
@@ -429,42 +270,40 @@ def _scaled_4(kind, data, at, n_cols, codes, steps, sums, lifts, token, out):
 @njit(forceinline=True)
 def _sum_codes(kind, sums, i, half):
     """Sum of x's codes over a sub-block."""
-    return sums[2 * i + half] if kind == Q6_K else sums[2 * i] + sums[2 * i + 1]
+    return sums[2 * i + half] if packs.HALVES[kind] == 2 else sums[2 * i] + sums[2 * i + 1]
 
 
 @njit(forceinline=True)
 def _unpack_group(kind, data, at, n_cols, weights, scales, offsets):
     """A row group with its codes as signed bytes, quad after quad, and scales and offsets as float32."""
-    halves = 2 if kind == Q6_K else 1
+    halves = packs.HALVES[kind]
     for block in range(n_cols // BLOCK):
         start = codes_start(kind, at, block)
         for quad in range(8):
-            codes = simd.subtract_bytes(quad_codes(kind, data, start, quad), zero_point(kind))
+            codes = simd.subtract_bytes(quad_codes(kind, data, start, quad), np.int32(packs.ZERO[kind]))
             simd.store_i32(weights, block * 512 + quad * 64, codes)
         for half in range(halves):
             simd.store(scales, (block * halves + half) * ROWS, block_scale(kind, data, at, block, half))
-        if _has_offsets(kind):
+        if packs.OFFSET[kind]:
             simd.store(offsets, block * ROWS, block_offset(kind, data, at, block))
 
 
 @njit(forceinline=True)
 def _tile_block(kind, weights, scales, offsets, block, codes, n_cols, steps, lifts, token, dots, totals):
     """Add a column block's share to the totals of sixteen tokens, each as in `_scaled_1`."""
-    blocks = n_cols // BLOCK
-    for half in range(2 if kind == Q6_K else 1):
-        if kind == Q6_K:
-            column = block * BLOCK + half * 16
+    blocks, halves = n_cols // BLOCK, packs.HALVES[kind]
+    for half in range(halves):
+        column = block * BLOCK + half * 16
+        if halves == 2:
             simd.tile_product(codes, token * n_cols + column, n_cols, weights, column * ROWS, 16, dots)
-            scale = simd.load(scales, (2 * block + half) * ROWS)
         else:
-            column = block * BLOCK
             simd.tile_product(codes, token * n_cols + column, n_cols, weights, column * ROWS, 32, dots)
-            scale = simd.load(scales, block * ROWS)
+        scale = simd.load(scales, (halves * block + half) * ROWS)
         for t in range(16):
             step = simd.load_broadcast(steps, (token + t) * blocks + block)
             dot = simd.to_float(simd.load_i32(dots, t * 64))
             total = simd.fma(dot, simd.mul(scale, step), simd.load(totals, t * ROWS))
-            if _has_offsets(kind):
+            if packs.OFFSET[kind]:
                 lift = simd.load_broadcast(lifts, (token + t) * blocks + block)
                 total = simd.fma(simd.load(offsets, block * ROWS), lift, total)
             simd.store(totals, t * ROWS, total)
@@ -540,147 +379,79 @@ def _float_group(kind, data, at, n_cols, x, first, n_tokens, out, out_at, n_rows
 # Multiply-adds of one job: some 5 us, a few times what claiming it costs.
 JOB_WORK = 150_000
 ROUND_ROWS = 4  # rows of x that a job rounds
-PLAN = 4  # int64 of a part's plan: its first job, row groups of a job, jobs of a matrix, where its outputs begin
+PLAN = arguments("first_job groups_per_job n_jobs out_at")  # of a part; jobs are those of each of its matrices
+
+_Rounding = arguments("x codes steps sums lifts n_rows n_cols")
+_Product = arguments("table plan n_parts x codes steps sums lifts n_tokens n_cols active n_active out tiles")
 
 
 def _round_job(control, job):
-    """Round some rows of x: x, codes, steps, sums, lifts by address; rows, columns."""
-    c = control_array(control)[ARGUMENTS:]
-    n_rows, n_cols = c[5], c[6]
-    blocks = n_cols // BLOCK
-    x = carray(pointer_to(c[0]), (n_rows * n_cols,), np.float32)
-    codes = carray(pointer_to(c[1]), (n_rows * n_cols,), np.int8)
-    steps = carray(pointer_to(c[2]), (n_rows * blocks,), np.float32)
-    sums = carray(pointer_to(c[3]), (n_rows * blocks * 2,), np.int32)
-    lifts = carray(pointer_to(c[4]), (n_rows * blocks,), np.float32)
-    for block in range(job * ROUND_ROWS * blocks, min((job + 1) * ROUND_ROWS, n_rows) * blocks):
+    """Round some rows of x."""
+    c = given(control, _Rounding)
+    blocks = c.n_cols // BLOCK
+    x, codes = array_at(c.x, c.n_rows * c.n_cols, np.float32), array_at(c.codes, c.n_rows * c.n_cols, np.int8)
+    steps, lifts = array_at(c.steps, c.n_rows * blocks, np.float32), array_at(c.lifts, c.n_rows * blocks, np.float32)
+    sums = array_at(c.sums, c.n_rows * blocks * 2, np.int32)
+    for block in range(job * ROUND_ROWS * blocks, min((job + 1) * ROUND_ROWS, c.n_rows) * blocks):
         _round_block(x, block * BLOCK, codes, steps, sums, lifts, block)
 
 
 def _product_job(control, job):
     """Find the part of a job and let the function for its kind do it."""
-    c = control_array(control)[ARGUMENTS:]
-    plan = carray(pointer_to(c[1]), (c[2], PLAN), np.int64)
-    part = c[2] - 1
-    while plan[part, 0] > job:
+    c = given(control, _Product)
+    plan, part = array_at(c.plan, c.n_parts, PLAN), c.n_parts - 1
+    while plan[part].first_job > job:
         part -= 1
-    table = carray(pointer_to(c[0]), (c[2], 5), np.int64)
-    call_job(table[part, 0], control_array(control), job << 8 | part)
+    call_job(array_at(c.table, c.n_parts, PART)[part].product, control_array(control), job << 8 | part)
 
 
 @njit
 def _product_part(c, job):
     """What a job of a part multiplies: weights, and where they and the outputs lie; `job` is number and part."""
-    part, job, n_parts, n_tokens, n_active = job & 255, job >> 8, c[2], c[4], c[5]
-    table = carray(pointer_to(c[0]), (n_parts, 5), np.int64)[part]
-    plan = carray(pointer_to(c[1]), (n_parts, PLAN), np.int64)[part]
-    matrix, first, count = carray(pointer_to(c[6]), (n_active, 3), np.int64)[(job - plan[0]) // plan[2]]
-    group_bytes, n_rows = table[2], table[3]
-    groups = (n_rows + ROWS - 1) // ROWS
-    data = carray(pointer_to(table[1] + matrix * groups * group_bytes), (groups * group_bytes,), np.uint8)
-    out = carray(pointer_to(c[7] + 4 * plan[3]), (n_tokens * n_rows,), np.float32)
-    group = (job - plan[0]) % plan[2] * plan[1]
-    return data, group_bytes, n_rows, first, count, out, group, min(group + plan[1], groups)
+    part, plan = array_at(c.table, c.n_parts, PART)[job & 255], array_at(c.plan, c.n_parts, PLAN)[job & 255]
+    job = (job >> 8) - plan.first_job
+    matrix, first, count = array_at(c.active, (c.n_active, 3), np.int64)[job // plan.n_jobs]
+    n_rows, group_bytes, groups = part.n_rows, part.group_bytes, (part.n_rows + ROWS - 1) // ROWS
+    data = array_at(part.data + matrix * groups * group_bytes, groups * group_bytes, np.uint8)
+    out = array_at(c.out + 4 * plan.out_at, c.n_tokens * n_rows, np.float32)
+    group = job % plan.n_jobs * plan.groups_per_job
+    return data, group_bytes, n_rows, first, count, out, group, min(group + plan.groups_per_job, groups)
 
 
-@njit(forceinline=True)
-def _float_product(kind, control, job):
-    """A job of a part of a known kind with x as it is."""
-    c = control_array(control)[ARGUMENTS:]
-    data, group_bytes, n_rows, first, count, out, start, end = _product_part(c, job)
-    x = carray(pointer_to(c[8]), (c[4], c[3]), np.float32)
-    for group in range(start, end):
-        n, out_at = min(ROWS, n_rows - group * ROWS), first * n_rows + group * ROWS
-        _float_group(kind, data, group * group_bytes, c[3], x, first, count, out, out_at, n_rows, n)
+def _float_product(kind):
+    """A job of a part of a kind with x as it is."""
+
+    def job(control, number):
+        c = given(control, _Product)
+        data, group_bytes, n_rows, first, count, out, start, end = _product_part(c, number)
+        n_cols, x = c.n_cols, array_at(c.x, (c.n_tokens, c.n_cols), np.float32)
+        for group in range(start, end):
+            n, out_at = min(ROWS, n_rows - group * ROWS), first * n_rows + group * ROWS
+            _float_group(kind, data, group * group_bytes, n_cols, x, first, count, out, out_at, n_rows, n)
+
+    return Job(job)
 
 
-@njit(forceinline=True)
-def _int8_product(kind, control, job):
-    """A job of a part of a known kind with x rounded."""
-    c = control_array(control)[ARGUMENTS:]
-    data, group_bytes, n_rows, first, count, out, start, end = _product_part(c, job)
-    n_cols, n_tokens = c[3], c[4]
-    blocks = n_cols // BLOCK
-    codes = carray(pointer_to(c[9]), (n_tokens * n_cols,), np.int8)
-    steps = carray(pointer_to(c[10]), (n_tokens * blocks,), np.float32)
-    sums = carray(pointer_to(c[11]), (n_tokens * blocks * 2,), np.int32)
-    lifts = carray(pointer_to(c[12]), (n_tokens * blocks,), np.float32)
-    for group in range(start, end):
-        at, n, out_at = group * group_bytes, min(ROWS, n_rows - group * ROWS), first * n_rows + group * ROWS
-        _int8_group(kind, data, at, n_cols, codes, steps, sums, lifts, first, count, c[13], out, out_at, n_rows, n)
+def _int8_product(kind):
+    """A job of a part of a kind with x rounded."""
+
+    def job(control, number):
+        c = given(control, _Product)
+        data, group_bytes, n_rows, first, count, out, start, end = _product_part(c, number)
+        n_cols, tiles, n_blocks = c.n_cols, c.tiles, c.n_tokens * (c.n_cols // BLOCK)
+        codes, steps = array_at(c.codes, c.n_tokens * n_cols, np.int8), array_at(c.steps, n_blocks, np.float32)
+        sums, lifts = array_at(c.sums, n_blocks * 2, np.int32), array_at(c.lifts, n_blocks, np.float32)
+        for group in range(start, end):
+            at, n, out_at = group * group_bytes, min(ROWS, n_rows - group * ROWS), first * n_rows + group * ROWS
+            _int8_group(kind, data, at, n_cols, codes, steps, sums, lifts, first, count, tiles, out, out_at, n_rows, n)
+
+    return Job(job)
 
 
-# One function a kind, and one with rounded x, each compiled when a model first needs it.
-
-
-def _f32_product(control, job):
-    _float_product(F32, control, job)
-
-
-def _f16_product(control, job):
-    _float_product(F16, control, job)
-
-
-def _bf16_product(control, job):
-    _float_product(BF16, control, job)
-
-
-def _q8_0_product(control, job):
-    _float_product(Q8_0, control, job)
-
-
-def _q4_0_product(control, job):
-    _float_product(Q4_0, control, job)
-
-
-def _q4_1_product(control, job):
-    _float_product(Q4_1, control, job)
-
-
-def _q4_k_product(control, job):
-    _float_product(Q4_K, control, job)
-
-
-def _q5_k_product(control, job):
-    _float_product(Q5_K, control, job)
-
-
-def _q6_k_product(control, job):
-    _float_product(Q6_K, control, job)
-
-
-def _q8_0_rounded_product(control, job):
-    _int8_product(Q8_0, control, job)
-
-
-def _q4_0_rounded_product(control, job):
-    _int8_product(Q4_0, control, job)
-
-
-def _q4_1_rounded_product(control, job):
-    _int8_product(Q4_1, control, job)
-
-
-def _q4_k_rounded_product(control, job):
-    _int8_product(Q4_K, control, job)
-
-
-def _q5_k_rounded_product(control, job):
-    _int8_product(Q5_K, control, job)
-
-
-def _q6_k_rounded_product(control, job):
-    _int8_product(Q6_K, control, job)
-
-
-_PRODUCTS = [Job(function) for function in (
-    _f32_product, _f16_product, _bf16_product, _q8_0_product, _q4_0_product, _q4_1_product, _q4_k_product,
-    _q5_k_product, _q6_k_product,
-)]  # fmt: skip
-_ROUNDED_PRODUCTS = {kind: Job(function) for kind, function in (
-    (Q8_0, _q8_0_rounded_product), (Q4_0, _q4_0_rounded_product), (Q4_1, _q4_1_rounded_product),
-    (Q4_K, _q4_k_rounded_product), (Q5_K, _q5_k_rounded_product), (Q6_K, _q6_k_rounded_product),
-)}  # fmt: skip
+# One function a kind, and one with rounded x, each compiled when a model first needs it: where codes and scales lie is
+# a constant in it.
+_FLOAT_PRODUCTS = [_float_product(kind) for kind in range(len(KINDS))]
+_INT8_PRODUCTS = {kind: _int8_product(kind) for kind in range(len(KINDS)) if packs.CODED[kind]}
 _ROUND, _PRODUCT = Job(_round_job), Job(_product_job)
 
 
@@ -713,10 +484,11 @@ def _rounded(control, round_job, x):
         for block in range(n_rows * blocks):
             _round_block(flat, block * BLOCK, codes, steps, sums, lifts, block)
     else:
-        put(control, round_job, (
-            np.int64(x.ctypes.data), np.int64(codes.ctypes.data), np.int64(steps.ctypes.data),
-            np.int64(sums.ctypes.data), np.int64(lifts.ctypes.data), np.int64(n_rows), np.int64(x.shape[1]),
-        ))
+        c = begin(control, round_job, _Rounding)
+        c.x, c.codes, c.steps, c.sums, c.lifts = (
+            x.ctypes.data, codes.ctypes.data, steps.ctypes.data, sums.ctypes.data, lifts.ctypes.data,
+        )
+        c.n_rows, c.n_cols = x.shape
         run_jobs(control, (n_rows + ROUND_ROWS - 1) // ROUND_ROWS)
     return codes, steps, sums, lifts
 
@@ -726,12 +498,11 @@ def _plan(table, n_tokens, n_cols, n_active, plan):
     """Cut every part into jobs of about JOB_WORK; returns their number."""
     rows_each, job, out_at = max(1, n_tokens // max(1, n_active)), 0, 0
     for part in range(len(table)):
-        n_rows = table[part, 3]
+        p, n_rows = plan[part], table[part].n_rows
         groups = (n_rows + ROWS - 1) // ROWS
         per_job = max(1, min(groups, JOB_WORK // (ROWS * n_cols * rows_each)))
-        plan[part, 0], plan[part, 1], plan[part, 2] = job, per_job, (groups + per_job - 1) // per_job
-        plan[part, 3] = out_at
-        job += plan[part, 2] * n_active
+        p.first_job, p.groups_per_job, p.n_jobs, p.out_at = job, per_job, (groups + per_job - 1) // per_job, out_at
+        job += p.n_jobs * n_active
         out_at += n_tokens * n_rows
     return job
 
@@ -741,16 +512,15 @@ def multiply(control, round_job, product_job, tiles, table, x, offsets, out):
     """All parts of a table times x; `offsets` as in `expert_matmul`, `out` contiguous float32, part after part."""
     any_rounded = False
     for part in range(len(table)):
-        any_rounded = any_rounded or table[part, 4] != 0
+        any_rounded = any_rounded or table[part].rounds_x != 0
     codes, steps, sums, lifts = _rounded(control, round_job, x[: len(x) if any_rounded else 0])
-    active, plan = _active_matrices(offsets), np.empty((len(table), PLAN), np.int64)
+    active, plan = _active_matrices(offsets), np.empty(len(table), PLAN)
     n_jobs = _plan(table, x.shape[0], x.shape[1], len(active), plan)
-    put(control, product_job, (
-        np.int64(table.ctypes.data), np.int64(plan.ctypes.data), np.int64(len(table)), np.int64(x.shape[1]),
-        np.int64(x.shape[0]), np.int64(len(active)), np.int64(active.ctypes.data), np.int64(out.ctypes.data),
-        np.int64(x.ctypes.data), np.int64(codes.ctypes.data), np.int64(steps.ctypes.data),
-        np.int64(sums.ctypes.data), np.int64(lifts.ctypes.data), np.int64(tiles),
-    ))
+    c = begin(control, product_job, _Product)
+    c.table, c.plan, c.n_parts, c.out, c.tiles = table.ctypes.data, plan.ctypes.data, len(table), out.ctypes.data, tiles
+    c.x, c.n_tokens, c.n_cols = x.ctypes.data, x.shape[0], x.shape[1]
+    c.codes, c.steps, c.sums, c.lifts = codes.ctypes.data, steps.ctypes.data, sums.ctypes.data, lifts.ctypes.data
+    c.active, c.n_active = active.ctypes.data, len(active)
     run_jobs(control, n_jobs)
     hold((codes, steps, sums, lifts, active, plan))
 
@@ -796,7 +566,7 @@ def _gather_rows(kind, data, group_bytes, n_cols, ids, out):
     for i in range(len(ids)):
         at, lane = (ids[i] // ROWS) * group_bytes, ids[i] % ROWS
         for block in range((n_cols + BLOCK - 1) // BLOCK):
-            _decode(kind, data, at, block, weights)
+            decode(kind, data, at, block, weights)
             for k in range(min(BLOCK, n_cols - block * BLOCK)):
                 out[i, block * BLOCK + k] = weights[k * ROWS + lane]
 

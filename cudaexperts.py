@@ -15,11 +15,11 @@ from numba import cuda
 from numba.cuda.cudadrv.driver import CudaAPIError
 
 import cpuexperts
+import cpuproducts
 import cudapools
 import cudaproducts
-import kernels_cpu
 from cudaproducts import Pack, matrix_bytes, multiply_tiles, room_for, seen_as, tile_rows, to_device
-from kernels_cpu import ROWS
+from packs import ROWS
 from team import Team
 
 MARGIN_BYTES = 1 << 30  # left free beside weights and cells: a chunk's activations take some 300 MiB, the context more
@@ -38,7 +38,7 @@ class ExpertError(Exception):
 
 def pack_experts(kind, raw, n_cols, *, round_x=False):
     """`pack` for the experts of a layer, in host memory: `place_experts` finds out how many the device takes."""
-    return kernels_cpu.pack(kind, raw, n_cols)
+    return cpuproducts.pack(kind, raw, n_cols)
 
 
 def expert_matmul(weights, x, offsets, out):
@@ -52,7 +52,7 @@ def expert_matmul(weights, x, offsets, out):
 class ExpertPack:
     """One of the three matrices of each of a layer's experts."""
 
-    def __init__(self, layer: "ExpertLayer", host: kernels_cpu.Pack, n_slots: int, lent):
+    def __init__(self, layer: "ExpertLayer", host: cpuproducts.Pack, n_slots: int, lent):
         self.layer, self.host = layer, host
         self.device = room_for(host, n_slots) if n_slots else None
         self.lent = seen_as(host, lent, LENT)  # memory that is every pack's in turn

@@ -11,17 +11,17 @@ from typing import NamedTuple
 import numpy as np
 from numba import cuda
 
+import cpuproducts
 import cudapools
-import kernels_cpu
+import packs
 from cudablock import MAX_THREADS, bits_as_float
 from cudapools import launch
-from kernels_cpu import BLOCK, BLOCK_BYTES, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ROWS
+from packs import BLOCK, F16, F32, ROWS
 
 TILE = 8  # tokens that share one decoding of a weight
 # Room for one sum a thread and token; the shape of a shared array has to be a name or a number.
 PARTIALS = MAX_THREADS + ROWS
 TILE_PARTIALS = TILE * PARTIALS
-_BYTES = tuple(BLOCK_BYTES[kind] for kind in range(len(BLOCK_BYTES)))
 
 
 # --- packs --------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def pack(kind, raw, n_cols, *, round_x=False):
 
     Activations stay float32 here, whatever `round_x` asks for.
     """
-    return to_device(kernels_cpu.pack(kind, raw, n_cols))
+    return to_device(cpuproducts.pack(kind, raw, n_cols))
 
 
 def to_device(packed):
@@ -73,58 +73,42 @@ def matrix_bytes(packed) -> int:
 @cuda.jit(device=True)
 def _block_start(kind, at, block):
     """Byte of the file's block that holds column block `block` (32 columns) of the row group at byte `at`."""
-    if kind >= Q4_K:
-        return at + (block >> 3) * _BYTES[kind]
-    return at + block * _BYTES[kind]
+    return at + block // packs.SHARE[kind] * packs.BYTES[kind]
 
 
 @cuda.jit(device=True)
 def _scale(kind, data, halves, at, block, half, row):
     """(scale, offset) of 16 columns of a row: a weight is code * scale + offset. Not for kinds of floats."""
-    d = np.float32(halves[at // 2 + row])
-    sub = block & 7
-    if kind == Q8_0:
-        return d, np.float32(0)
-    if kind == Q4_0:
-        return d, d * np.float32(-8)
-    if kind == Q4_1:
-        return d, np.float32(halves[at // 2 + 16 + row])
-    if kind == Q6_K:
-        code = np.int32(data[at + 32 + sub * 32 + half * ROWS + row])
-        if code > 127:
+    scale, sub = np.float32(halves[at // 2 + row]), block % packs.SHARE[kind]
+    if packs.SCALES[kind]:
+        sub_scale = sub * packs.HALVES[kind] + half * (packs.HALVES[kind] - 1)
+        code = np.int32(data[at + packs.SCALES[kind] + sub_scale * ROWS + row])
+        if packs.SIGNED[kind] and code > 127:
             code = np.int32(code - 256)
-        scale = d * np.float32(code)
-        return scale, scale * np.float32(-32)
-    scale = d * np.float32(data[at + 64 + sub * ROWS + row])
-    lowest = np.float32(halves[at // 2 + 16 + row]) * np.float32(data[at + 192 + sub * ROWS + row])
-    return scale, -lowest
+        scale *= np.float32(code)
+    if packs.OFFSET[kind] == 0:
+        return scale, scale * np.float32(-packs.ZERO[kind])
+    offset = np.float32(halves[(at + packs.OFFSET[kind]) // 2 + row])
+    if packs.MINIMA[kind]:
+        offset = -(offset * np.float32(data[at + packs.MINIMA[kind] + sub * ROWS + row]))
+    return scale, offset
 
 
 @cuda.jit(device=True)
 def _codes(kind, words, at, block, quad, row):
-    """Four columns of a row, a byte each (of Q8_0 signed, of the others at most 63)."""
-    sub = block & 7
-    if kind == Q8_0:
-        return words[(at + 32 + quad * 64) // 4 + row]
-    if kind == Q4_0:
-        at += 32
-    elif kind == Q4_1:
-        at += 64
-    elif kind == Q4_K:
-        at += 320 + sub * 256
-    elif kind == Q5_K:
-        at += 320 + sub * 320
-    else:
-        at += 288 + sub * 384
-    low = np.int32((words[(at + (quad & 3) * 64) // 4 + row] >> np.int32(4 * (quad >> 2))) & np.int32(0x0F0F0F0F))
-    if kind == Q5_K:
+    """Unsigned codes of four columns of a row, a byte each."""
+    bits, at = packs.BITS[kind], at + packs.CODES[kind] + block % packs.SHARE[kind] * packs.CODES_STEP[kind]
+    if bits == 8:
+        return words[(at + quad * 64) // 4 + row]
+    codes = np.int32((words[(at + (quad & 3) * 64) // 4 + row] >> np.int32(4 * (quad >> 2))) & np.int32(0x0F0F0F0F))
+    if bits == 5:
         high = np.int32((words[(at + 256) // 4 + row] >> np.int32(quad)) & np.int32(0x01010101))
-        return np.int32(low | np.int32(high << np.int32(4)))
-    if kind == Q6_K:
+        codes = np.int32(codes | np.int32(high << np.int32(4)))
+    elif bits == 6:
         plane = words[(at + 256 + (quad >> 2) * 64) // 4 + row]
         high = np.int32((plane >> np.int32(2 * (quad & 3))) & np.int32(0x03030303))
-        return np.int32(low | np.int32(high << np.int32(4)))
-    return low
+        codes = np.int32(codes | np.int32(high << np.int32(4)))
+    return codes
 
 
 @cuda.jit(device=True)
@@ -144,7 +128,7 @@ def _float_weight(kind, words, halves, floats, at, column, row):
 @cuda.jit(device=True)
 def _quad(kind, words, halves, floats, at, block, quad, row, scale, offset):
     """The weights of four columns of a row."""
-    if kind < Q8_0:
+    if not packs.CODED[kind]:
         k = 4 * quad
         return (
             _float_weight(kind, words, halves, floats, at, k, row),
@@ -153,10 +137,10 @@ def _quad(kind, words, halves, floats, at, block, quad, row, scale, offset):
             _float_weight(kind, words, halves, floats, at, k + 3, row),
         )
     codes = _codes(kind, words, at, block, quad, row)
-    c0 = np.float32(np.int32(np.int32(codes << np.int32(24)) >> np.int32(24)))
-    c1 = np.float32(np.int32(np.int32(codes << np.int32(16)) >> np.int32(24)))
-    c2 = np.float32(np.int32(np.int32(codes << np.int32(8)) >> np.int32(24)))
-    c3 = np.float32(np.int32(codes >> np.int32(24)))
+    c0 = np.float32(np.int32(codes & np.int32(255)))
+    c1 = np.float32(np.int32((codes >> np.int32(8)) & np.int32(255)))
+    c2 = np.float32(np.int32((codes >> np.int32(16)) & np.int32(255)))
+    c3 = np.float32(np.int32((codes >> np.int32(24)) & np.int32(255)))
     return (
         cuda.fma(c0, scale, offset), cuda.fma(c1, scale, offset), cuda.fma(c2, scale, offset),
         cuda.fma(c3, scale, offset),
@@ -173,7 +157,7 @@ def _gather_kernel(kind, data, words, halves, floats, group_bytes, n_cols, ids, 
         block, quad, row = k // 8, k % 8, token % ROWS
         at = _block_start(kind, (token // ROWS) * group_bytes, block)
         scale, offset = np.float32(0), np.float32(0)
-        if kind >= Q8_0:
+        if packs.CODED[kind]:
             scale, offset = _scale(kind, data, halves, at, block, quad >> 2, row)
         w0, w1, w2, w3 = _quad(kind, words, halves, floats, at, block, quad, row, scale, offset)
         out[i, 4 * k] = w0
@@ -212,7 +196,7 @@ def _dot_1(kind, data, words, halves, floats, at, n_cols, x, token, row, first, 
         start = _block_start(kind, at, block)
         scale, offset = np.float32(0), np.float32(0)
         for quad in range(min(BLOCK, n_cols - block * BLOCK) // 4):
-            if kind >= Q8_0 and quad % 4 == 0:
+            if packs.CODED[kind] and quad % 4 == 0:
                 scale, offset = _scale(kind, data, halves, start, block, quad >> 2, row)
             w0, w1, w2, w3 = _quad(kind, words, halves, floats, start, block, quad, row, scale, offset)
             k = block * BLOCK + 4 * quad
@@ -231,7 +215,7 @@ def _dot_8(kind, data, words, halves, floats, at, n_cols, x, token, last, row, f
         start = _block_start(kind, at, block)
         scale, offset = np.float32(0), np.float32(0)
         for quad in range(min(BLOCK, n_cols - block * BLOCK) // 4):
-            if kind >= Q8_0 and quad % 4 == 0:
+            if packs.CODED[kind] and quad % 4 == 0:
                 scale, offset = _scale(kind, data, halves, start, block, quad >> 2, row)
             w0, w1, w2, w3 = _quad(kind, words, halves, floats, start, block, quad, row, scale, offset)
             k = block * BLOCK + 4 * quad

@@ -10,7 +10,6 @@ import functools
 import types
 
 import numpy as np
-from numba import carray
 
 import bytecopy
 import simd
@@ -41,22 +40,8 @@ from cpuproducts import (  # noqa: F401
     together,
 )
 from jit import njit
-from packs import (  # noqa: F401
-    BF16,
-    BLOCK,
-    BLOCK_BYTES,
-    BLOCK_COLUMNS,
-    F16,
-    F32,
-    Q4_0,
-    Q4_1,
-    Q4_K,
-    Q5_K,
-    Q6_K,
-    Q8_0,
-    ROWS,
-)
-from team import ARGUMENTS, Job, Team, awake, control_array, pointer_to, put, run_jobs
+from packs import ROWS
+from team import Job, Team, arguments, array_at, awake, begin, given, run_jobs
 
 # --- arrays ---------------------------------------------------------------------------------------------------------
 # A backend whose kernels cannot read the host's memory copies here; this one works where the arrays lie.
@@ -410,27 +395,28 @@ def delta_net(mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out, 
     _delta_net(awake(team), _DELTA.address, mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out)
 
 
+_DeltaNet = arguments("mixed alpha beta a dt_bias state out n_key_heads grouped n_tokens n_channels n_heads size")
+
+
 @njit
 def _delta_net(control, delta_job, mixed, alpha, beta, a, dt_bias, n_key_heads, grouped, state, out):
-    put(control, delta_job, (
-        np.int64(mixed.ctypes.data), np.int64(alpha.ctypes.data), np.int64(beta.ctypes.data), np.int64(a.ctypes.data),
-        np.int64(dt_bias.ctypes.data), np.int64(state.ctypes.data), np.int64(out.ctypes.data), np.int64(n_key_heads),
-        np.int64(grouped), np.int64(mixed.shape[0]), np.int64(mixed.shape[1]), np.int64(state.shape[0]),
-        np.int64(state.shape[1]),
-    ))
+    c = begin(control, delta_job, _DeltaNet)
+    c.mixed, c.alpha, c.beta, c.a = mixed.ctypes.data, alpha.ctypes.data, beta.ctypes.data, a.ctypes.data
+    c.dt_bias, c.state, c.out = dt_bias.ctypes.data, state.ctypes.data, out.ctypes.data
+    c.n_key_heads, c.grouped, c.n_heads, c.size = n_key_heads, grouped, state.shape[0], state.shape[1]
+    c.n_tokens, c.n_channels = mixed.shape
     run_jobs(control, len(state))
 
 
 def _delta_job(control, head):
     """All tokens of one value head."""
-    c = control_array(control)[ARGUMENTS:]
-    n_key_heads, grouped, n_tokens, n_heads, size = c[7], c[8], c[9], c[11], c[12]
-    mixed = carray(pointer_to(c[0]), (n_tokens, c[10]), np.float32)
-    alpha = carray(pointer_to(c[1]), (n_tokens, n_heads), np.float32)
-    beta = carray(pointer_to(c[2]), (n_tokens, n_heads), np.float32)
-    a, dt_bias = carray(pointer_to(c[3]), (n_heads,), np.float32), carray(pointer_to(c[4]), (n_heads,), np.float32)
-    state = carray(pointer_to(c[5]), (n_heads, size, size), np.float32)
-    out = carray(pointer_to(c[6]), (n_tokens, n_heads, size), np.float32)
+    c = given(control, _DeltaNet)
+    n_key_heads, grouped, n_tokens, n_heads, size = c.n_key_heads, c.grouped, c.n_tokens, c.n_heads, c.size
+    mixed = array_at(c.mixed, (n_tokens, c.n_channels), np.float32)
+    out = array_at(c.out, (n_tokens, n_heads, size), np.float32)
+    alpha, beta = array_at(c.alpha, (n_tokens, n_heads), np.float32), array_at(c.beta, (n_tokens, n_heads), np.float32)
+    a, dt_bias = array_at(c.a, n_heads, np.float32), array_at(c.dt_bias, n_heads, np.float32)
+    state = array_at(c.state, (n_heads, size, size), np.float32)
     q, k, delta = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     key_head = head // (n_heads // n_key_heads) if grouped else head % n_key_heads
     for t in range(n_tokens):

@@ -45,7 +45,7 @@ from cudapools import (  # noqa: F401
     zeros,
 )
 from cudaproducts import Pack, gather_rows, matmul, pack  # noqa: F401
-from kernels_cpu import BF16, F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, ngram_rows  # noqa: F401
+from kernels_cpu import ngram_rows  # noqa: F401
 
 MAX_STATE = 128  # widest state of a gated delta net head
 STATE_COLUMNS = 32  # columns of that state that a block keeps in shared memory

@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 import kvcache
+import packs
 from gguffile import GgufError, end_token_ids, open_gguf, tokenizer_metadata, turn_start_id
 
 RECURRENT = {"qwen3next", "qwen35", "qwen35moe", "qwen4exp"}  # gated attention among gated delta nets
@@ -389,10 +390,10 @@ class Loader:
         return self._pack(name, tensor.data, tensor.tensor_type, shape)
 
     def _pack(self, name, data, tensor_type, shape):
-        kind = getattr(self.backend, tensor_type.name, None)
+        kind = packs.NUMBERS.get(tensor_type.name)
         raw = np.asarray(data)
         if kind is None:
-            raw, kind = self.floats(name, raw, tensor_type), self.backend.F32
+            raw, kind = self.floats(name, raw, tensor_type), packs.F32
             self.widened[tensor_type.name] = self.widened.get(tensor_type.name, 0) + raw.nbytes
         elif tensor_type == GGMLQuantizationType.BF16:
             raw = raw.view(np.uint16)
@@ -716,7 +717,7 @@ def _alpha_beta(c: ModelConfig, load: Loader, block: str):
     packed = load.vector(block + "ssm_ba.weight", 2 * heads, c.n_embd)
     parts = packed.reshape(c.gdn_k_heads, 2, heads // c.gdn_k_heads, c.n_embd)
     rows = (np.ascontiguousarray(parts[:, part]).reshape(1, heads, c.n_embd) for part in (1, 0))
-    return tuple(load.backend.pack(load.backend.F32, part, c.n_embd) for part in rows)
+    return tuple(load.backend.pack(packs.F32, part, c.n_embd) for part in rows)
 
 
 def _dense(load: Loader, block: str, suffix: str, n_ff: int, n_embd: int) -> FeedForward:
@@ -745,7 +746,7 @@ def _experts(c: ModelConfig, load: Loader, block: str) -> FeedForward:
         load.matrix(block + "ffn_down_exps.weight", c.n_expert, c.n_embd, c.n_ff),
         load.matrix(block + "ffn_gate_inp.weight", c.n_expert, c.n_embd),
         _dense(load, block, "_shexp", c.n_ff_shared, c.n_embd) if shared else None,
-        load.backend.pack(load.backend.F32, row, c.n_embd) if shared else None,
+        load.backend.pack(packs.F32, row, c.n_embd) if shared else None,
     )
 
 

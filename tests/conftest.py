@@ -39,3 +39,14 @@ def bounded_memory():
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + HEADROOM_BYTES, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request, monkeypatch):
+    """Kernels run on one thread and on two."""
+    import team as teams
+
+    team = teams.Team(request.param)
+    monkeypatch.setattr(teams, "ALONE", team)
+    yield request.param
+    team.close()

@@ -27,6 +27,7 @@ import gpu_check
 import cudaexperts
 import engine as engine_module
 import kernels_cuda as ops
+import packs
 from engine import ModelError, Session
 from simulated_sessions import CONTEXT, held, new_session, products_of_the_cpu
 from tinyengine import MODELS, ask, ids, next_turn
@@ -67,12 +68,12 @@ def part(kind: str, columns: int = WIDTH, rows: int = HIDDEN, seed: int = 0):
     """A layer's experts as the loader gives them to the backend."""
     rng = np.random.default_rng(seed)
 
-    def packs(n_rows: int, n_cols: int):
+    def weights(n_rows: int, n_cols: int):
         raw = cuda_cases.random_weights(rng, kind, EXPERTS, n_rows, n_cols)
-        return ops.pack_experts(getattr(ops, kind), raw, n_cols)
+        return ops.pack_experts(packs.NUMBERS[kind], raw, n_cols)
 
-    gate_up = ops.together(packs(rows, columns), packs(rows, columns))
-    return types.SimpleNamespace(gate_up=gate_up, down=packs(rows + 1, columns))
+    gate_up = ops.together(weights(rows, columns), weights(rows, columns))
+    return types.SimpleNamespace(gate_up=gate_up, down=weights(rows + 1, columns))
 
 
 def place(parts, ranking=None, *, asked_bytes=0, log=lambda line: None) -> cudaexperts.ExpertCache:

@@ -4,18 +4,14 @@ That these bits are the device's is shown in simulated_experts.py.
 """
 
 import dataclasses
-import pathlib
-import sys
 
+import cuda_cases
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
-
-import cuda_cases
-
 import cpuexperts
 import kernels_cpu
+import packs
 from team import Team
 
 ROWS, COUNTS = 37, [3, 0, 1, 21, 0]  # rows of a matrix, and of x for each expert
@@ -30,12 +26,12 @@ def team(request):
 
 def pack_of(kind: str, n_cols: int) -> kernels_cpu.Pack:
     raw = cuda_cases.random_weights(np.random.default_rng(4), kind, len(COUNTS), ROWS, n_cols)
-    return kernels_cpu.pack(getattr(kernels_cpu, kind), raw, n_cols)
+    return kernels_cpu.pack(packs.NUMBERS[kind], raw, n_cols)
 
 
 def weights_of(pack: kernels_cpu.Pack, expert: int) -> np.ndarray:
     """An expert's matrix in float64."""
-    size = -(-ROWS // kernels_cpu.ROWS) * pack.group_bytes
+    size = -(-ROWS // packs.ROWS) * pack.group_bytes
     alone = dataclasses.replace(pack, data=pack.data[expert * size : (expert + 1) * size], n_matrices=1)
     out = np.empty((ROWS, pack.n_cols), np.float32)
     kernels_cpu.gather_rows(alone, np.arange(ROWS), out)
@@ -43,7 +39,7 @@ def weights_of(pack: kernels_cpu.Pack, expert: int) -> np.ndarray:
 
 
 def width(kind: str) -> int:
-    return 512 if kind.endswith("_K") else 164 if kind in ("F32", "F16", "BF16") else 160
+    return 164 if kind in cuda_cases.FLOATS else 512
 
 
 @pytest.mark.parametrize("slices", [1, 2, 8, 16])

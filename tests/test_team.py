@@ -122,3 +122,15 @@ def test_only_one_of_several_helpers_is_sent_away_at_a_time():
     assert sum(run(team)) == N_JOBS
     team.close()
     assert team.control[PARKED] <= 3
+
+
+@pytest.mark.slow
+def test_a_team_ends_wherever_its_helpers_are():
+    def many():
+        for _ in range(2000):
+            Team(5).close()
+
+    trial = threading.Thread(target=many, daemon=True)
+    trial.start()
+    trial.join(120)
+    assert not trial.is_alive(), "a helper slept through the end"

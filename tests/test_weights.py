@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quantize
 
 import kernels_cpu
+import packs
 import weights
 from gguffile import open_gguf
 from given_weights import MODELS, fixture, load, loaded_or_refused, run
@@ -197,9 +198,9 @@ def test_the_note_on_widened_types_counts_their_memory():
     data = np.tile(block, (rows, 1))
     tensor = SimpleNamespace(shape=[128, rows], data=data, tensor_type=GGMLQuantizationType.Q5_1)
     loader = Loader("x.gguf", {"a": tensor, "b": tensor}, kernels_cpu, lines.append, False)
-    packs = [loader.matrix(name, rows, 128) for name in "ab"]
+    matrices = [loader.matrix(name, rows, 128) for name in "ab"]
     loader.report()
-    assert {pack.kind for pack in packs} == {kernels_cpu.F32}
+    assert {matrix.kind for matrix in matrices} == {packs.F32}
     assert lines == ["weights of type Q5_1 have no kernel here: widened to float32, 8 MiB of RAM"]
 
 

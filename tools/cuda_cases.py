@@ -16,12 +16,11 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kernels_cpu as host
+import packs
 
 EPS = np.float32(1e-6)
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
-# Bytes of a block in a file, and where it holds float16: random bytes there would be infinite or no number.
-FILE_BLOCKS = {"Q8_0": (34, [0]), "Q4_0": (18, [0]), "Q4_1": (20, [0, 2]), "Q4_K": (144, [0, 2]), "Q5_K": (176, [0, 2]),
-               "Q6_K": (210, [208])}  # fmt: skip
+KINDS = tuple(packs.NUMBERS)
+FLOATS = tuple(name for name, number in packs.NUMBERS.items() if not packs.CODED[number])
 STORAGES = {"fp16": (host.CELL_F16, host.CELL_F16), "int8": (host.CELL_INT8, host.CELL_INT8),
             "q4_0": (host.CELL_Q4_0, host.CELL_Q4_0), "k8v4": (host.CELL_INT8, host.CELL_Q4_0)}  # fmt: skip
 
@@ -78,20 +77,20 @@ def normal(rng, *shape) -> np.ndarray:
 
 def random_weights(rng, kind: str, matrices: int, rows: int, columns: int) -> np.ndarray:
     """Matrices as they stand in a file: floats, or blocks of random bits with finite scales."""
-    if kind in ("F32", "F16", "BF16"):
+    if kind in FLOATS:
         values = normal(rng, matrices, rows, columns)
         halves = values.astype(np.float16) if kind == "F16" else (values.view(np.uint32) >> 16).astype(np.uint16)
         return values if kind == "F32" else halves
-    size, at = FILE_BLOCKS[kind]
-    blocks = rng.integers(0, 256, (matrices, rows, columns // host.BLOCK_COLUMNS[getattr(host, kind)], size), np.uint8)
-    for first in at:
+    layout = packs.KINDS[packs.NUMBERS[kind]]
+    blocks = rng.integers(0, 256, (matrices, rows, columns // layout.columns, layout.file_bytes), np.uint8)
+    for first in layout.file_halves:  # other bits would be infinite or no number there
         scales = (rng.standard_normal((*blocks.shape[:3], 1)) * 0.1).astype(np.float16)
         blocks[..., first : first + 2] = scales.view(np.uint8).reshape(*blocks.shape[:3], 2)
     return blocks.reshape(matrices, rows, -1)
 
 
 def pack(ops, rng, kind: str, matrices: int, rows: int, columns: int):
-    return ops.pack(getattr(ops, kind), random_weights(rng, kind, matrices, rows, columns), columns)
+    return ops.pack(packs.NUMBERS[kind], random_weights(rng, kind, matrices, rows, columns), columns)
 
 
 def in_place(ops, operation, x: np.ndarray, *args) -> list[np.ndarray]:

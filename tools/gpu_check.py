@@ -31,6 +31,7 @@ from rich.table import Table
 import cudapools
 import kernels_cpu
 import kernels_cuda as ops
+import packs
 import resources
 from kvcache import FORMATS, CacheShape, LayerPool
 from sessionlayout import Checkpoint, Identity, Image, Limits
@@ -192,13 +193,13 @@ def check_experts(s: ExpertSizes) -> list[dict]:
     """The same tokens with all experts on the device and with half of them: equal bits, hit rate, tokens a second."""
     rng, rows, expected, n_threads = np.random.default_rng(5), [], None, resources.usable_cores()
     shapes = {"gate": (s.n_ff, s.width), "up": (s.n_ff, s.width), "down": (s.width, s.n_ff)}
-    packs = {name: ops.pack_experts(ops.Q4_0, cuda_cases.random_weights(rng, "Q4_0", s.experts, *shape), shape[1])
-             for name, shape in shapes.items()}  # fmt: skip
+    experts = {name: cuda_cases.random_weights(rng, "Q4_0", s.experts, *shape) for name, shape in shapes.items()}
+    matrices = {name: ops.pack_experts(packs.NUMBERS["Q4_0"], raw, shapes[name][1]) for name, raw in experts.items()}
     chosen = _chosen_experts(rng, s, 2 * s.decoded + s.prompt)
     x = cuda_cases.normal(rng, 2 * s.decoded + s.prompt, s.width)
-    all_bytes = s.layers * sum(pack.data.nbytes for pack in packs.values())
+    all_bytes = s.layers * sum(pack.data.nbytes for pack in matrices.values())
     for on_device, asked_bytes in (("all", all_bytes), ("half", all_bytes // 2)):
-        parts = [_copied_experts(packs) for _ in range(s.layers)]
+        parts = [_copied_experts(matrices) for _ in range(s.layers)]
         cache = ops.place_experts(parts, None, asked_bytes, 0, n_threads, lambda line: None)
         outputs, row = _run_experts(s, parts, cache, chosen, x)
         expected = expected or outputs
@@ -207,9 +208,9 @@ def check_experts(s: ExpertSizes) -> list[dict]:
     return rows
 
 
-def _copied_experts(packs) -> types.SimpleNamespace:
+def _copied_experts(matrices) -> types.SimpleNamespace:
     """A layer's packs as the loader gives them, with memory of their own."""
-    gate, up, down = (dataclasses.replace(packs[n], data=packs[n].data.copy()) for n in ("gate", "up", "down"))
+    gate, up, down = (dataclasses.replace(matrices[n], data=matrices[n].data.copy()) for n in ("gate", "up", "down"))
     return types.SimpleNamespace(gate_up=ops.together(gate, up), down=down)
 
 
