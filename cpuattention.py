@@ -11,16 +11,24 @@ import numpy as np
 from numba import carray
 
 import simd
-from cpuproducts import block_1, block_4
+from cells import (
+    CELL_F16,
+    CELL_F32,
+    CELL_INT8,
+    CELL_Q4_0,
+    PAGE,
+    Q4_BYTES,
+    Q4_CODES,
+    Q4_VALUES,
+    SCALE_GROUP,
+    SEGMENT,
+)
+from cpusums import block_1, block_4
 from jit import njit
 from packs import ROWS
 from team import ARGUMENTS, Job, awake, control_array, pointer_to, put, run_jobs
 
 # --- K/V cells ----------------------------------------------------------------------------------------------------
-
-PAGE = 4  # cells of a page
-CELL_F16, CELL_INT8, CELL_Q4_0, CELL_F32 = range(4)  # storage of one head's K or V in a cell
-SCALE_GROUP = 64  # values that share an int8 scale
 
 
 @njit
@@ -41,8 +49,8 @@ def _quantize_int8(x, codes, scales):
 
 @njit
 def _quantize_q4_0(x, out):
-    for block in range(len(x) // 32):
-        values = x[block * 32 : block * 32 + 32]
+    for block in range(len(x) // Q4_VALUES):
+        values = x[block * Q4_VALUES : (block + 1) * Q4_VALUES]
         peak = np.float32(0)
         for value in values:
             if abs(value) > abs(peak):
@@ -50,13 +58,13 @@ def _quantize_q4_0(x, out):
         d = peak / np.float32(-8)
         inverse = np.float32(1) / d if d != 0 else np.float32(0)
         half = simd.float_to_half(d)
-        at = block * 18
+        at = block * Q4_BYTES
         out[at] = half & 0xFF
         out[at + 1] = half >> 8
         for k in range(16):
             low = min(15, np.int32(values[k] * inverse + np.float32(8.5)))
             high = min(15, np.int32(values[k + 16] * inverse + np.float32(8.5)))
-            out[at + 2 + k] = low | high << 4
+            out[at + Q4_CODES + k] = low | high << 4
 
 
 @njit
@@ -103,29 +111,20 @@ def _load_cell(storage, codes, at, scales, scales_at, width, out, out_at):
             simd.store(out, out_at + k, simd.mul(simd.load_i8(codes, at + k), simd.splat(scale)))
     else:
         flat = codes.ravel()
-        for block in range(width // 32):
-            b = at + block * 18
+        for block in range(width // Q4_VALUES):
+            b = at + block * Q4_BYTES
             scale = simd.half_to_float(np.uint16(flat[b]) | np.uint16(flat[b + 1]) << np.uint16(8))
             for k in range(16):
-                byte = np.int32(flat[b + 2 + k])
-                out[out_at + block * 32 + k] = scale * np.float32((byte & 15) - 8)
-                out[out_at + block * 32 + k + 16] = scale * np.float32((byte >> 4) - 8)
+                byte, to = np.int32(flat[b + Q4_CODES + k]), out_at + block * Q4_VALUES + k
+                out[to] = scale * np.float32((byte & 15) - 8)
+                out[to + 16] = scale * np.float32((byte >> 4) - 8)
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
 
-SEGMENT = 64  # pages whose softmax is taken together; partial results are merged in the order of the segments
 CELLS = SEGMENT * PAGE
 TOKENS = 16  # tokens of a prompt that share one widening of a cell
 _EMPTY = np.float32(-3.0e38)
-
-
-@njit
-def dot(a, a_at, b, b_at, n):
-    total = simd.splat(np.float32(0))
-    for k in range(0, n, ROWS):
-        total = simd.fma(simd.load(a, a_at + k), simd.load(b, b_at + k), total)
-    return simd.sum_lanes(total)
 
 
 @njit

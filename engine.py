@@ -9,7 +9,6 @@ prompt), sessionstate.py (a conversation as a file).
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import backend
 import controlvector
 import resources
 import sessionstate
+from cells import FORMATS, formats_for
 from conversations import MIB, Conversations
 from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
@@ -26,7 +26,7 @@ from fingerprint import ModelFile as FingerprintedFile
 from generation import FatalError, Generation
 from gguffile import GgufError, embedded_model
 from jit import KERNELS
-from kvcache import FORMATS, Cache, formats_for
+from kvcache import Cache
 from model import Model
 from options import EngineOptions
 from promptcache import Parked, Timeline, common_start
@@ -46,10 +46,9 @@ LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt select
 class Engine:
     """A loaded model with its backend and settings."""
 
-    def __init__(self, options: EngineOptions, file, operations: tuple, log: Callable[[str], None]):
+    def __init__(self, options: EngineOptions, file, ops: backend.Backend, log: Callable[[str], None]):
         config = file.config
-        self.options, self.config, self.log = options, config, log
-        self.backend, self.operations = operations
+        self.options, self.config, self.ops, self.log = options, config, ops, log
         self.model_paths, self.end_ids, self.turn_start_id = file.paths, file.end_ids, file.turn_start_id
         self.n_vocab = config.n_vocab
         self.max_context = options.max_context or min(config.n_ctx, DEFAULT_CONTEXT)
@@ -57,15 +56,11 @@ class Engine:
             log(f"--max-context {self.max_context} is beyond the {config.n_ctx} tokens this model was made for")
         self.cell_format = _choose_format(options.kv, config.head_dim)
         self.spec = _choose_window(options.spec, config.n_draft, log)
-        self.n_threads = _choose_threads(options.threads, log)
         directions, self.cvec_digest = _load_directions(options.control_vector, config)
-        if self.backend == "cpu":
-            self.operations, team = self.operations.operations(self.n_threads)
-            weakref.finalize(self, team.close)
         self._identity: Identity | None = None
         self.experts = self.expert_profile = None
         self._place_experts(file.weights.expert_parts)
-        self.model = Model(config, file.weights, self.operations, directions)
+        self.model = Model(config, file.weights, ops, directions)
 
     @classmethod
     def load(cls, options: EngineOptions, log: Callable[[str], None] = lambda line: None) -> "Engine":
@@ -75,21 +70,22 @@ class Engine:
         except GgufError as error:
             raise ModelError(str(error)) from error
         notes: list[str] = []
-        name, operations = _choose_backend(options, notes.append)
+        ops = _load_backend(options, notes.append)
         try:
-            file = load_model(path, operations, log, round_x=options.activations == "int8")
-        except operations.DEVICE_ERRORS as error:
+            file = load_model(path, ops, log, round_x=options.activations == "int8")
+            ops.check_widths(file.config.head_dim, file.config.idx_dim, file.config.gdn_state)
+        except backend.BackendError as error:
+            raise ModelError(str(error)) from error
+        except ops.errors as error:
             raise ModelError(f"the weights do not fit the device ({error}): use --backend cpu") from error
         for note in notes:  # not before a model that cannot be used has had its one line
             log(note)
-        if name == "cuda":
-            _check_widths(operations, file.config)
-        return cls(options, file, (name, operations), log)
+        return cls(options, file, ops, log)
 
     def _place_experts(self, parts: list) -> None:
         """Experts on the device or beside it, those first that a profile ranks first."""
         options, n_experts = self.options, self.config.n_expert
-        if self.backend == "cpu" or not parts:
+        if not (self.ops.own_memory and parts):
             why = "the CPU computes, where all experts are at hand" if parts else "this model has no experts"
             for name in ("expert_cache_mib", "expert_profile_save"):
                 if getattr(options, name):
@@ -101,12 +97,12 @@ class Engine:
         ranking = self.expert_profile.read() if self.expert_profile else None
         reserved = self.cache_bytes(self.max_context)
         try:
-            self.experts = self.operations.place_experts(
-                parts, ranking, options.expert_cache_mib * MIB, reserved, self.n_threads, self.log
+            self.experts = self.ops.place_experts(
+                parts, ranking, options.expert_cache_mib * MIB, reserved, self.ops.n_threads, self.log
             )
-        except self.operations.ExpertError as error:
+        except ValueError as error:
             raise ModelError(f"--expert-cache-mib {options.expert_cache_mib}: {error}") from error
-        except self.operations.DEVICE_ERRORS as error:
+        except self.ops.errors as error:
             raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
 
     @property
@@ -132,7 +128,7 @@ class Engine:
             "context": str(self.max_context),
             "kv": self.options.kv,
             "kv_resident": str(self.options.kv_resident),
-            "backend": self.backend,
+            "backend": self.ops.name,
             "model": self.config.name,
             "n_vocab": str(self.n_vocab),
             "spec": str(self.spec),
@@ -154,8 +150,8 @@ class Engine:
         n_tokens, n_resident = n_tokens or self.max_context, self.options.kv_resident
         shape = self.config.cache_shape(n_tokens, self.cell_format)
         try:
-            return Cache(shape, self.operations, n_resident)
-        except self.operations.DEVICE_ERRORS as error:
+            return Cache(shape, self.ops, n_resident)
+        except self.ops.errors as error:
             raise ModelError(
                 f"the cells of {n_tokens} tokens do not fit the device ({error}):"
                 " lower --max-context or keep fewer there with --kv-resident"
@@ -196,7 +192,7 @@ class Engine:
         )
         return Config(
             engine=VERSION,
-            backend=self.backend,
+            backend=self.ops.name,
             kv=self.options.kv,
             max_context=self.max_context,
             kv_resident=self.options.kv_resident,
@@ -207,24 +203,17 @@ class Engine:
         )
 
 
-def _choose_backend(options: EngineOptions, log):
-    """Name and module of the backend, before weights are packed for it."""
+def _load_backend(options: EngineOptions, log) -> backend.Backend:
+    """The backend, before weights are packed for it."""
     try:
-        name, operations = backend.choose(options.backend, log)
+        ops = backend.load(options.backend, _choose_threads(options.threads, log), log)
     except backend.BackendError as error:
         raise ModelError(f"--backend {options.backend}: {error}") from error
-    if options.kv_resident and name == "cpu":
+    if options.kv_resident and not ops.own_memory:
         raise ModelError("--kv-resident: only a CUDA backend keeps cells elsewhere; leave it out")
     if 0 < options.kv_resident < LEAST_RESIDENT:
         raise ModelError(f"--kv-resident {options.kv_resident}: at least {LEAST_RESIDENT}, or 0 for all")
-    return name, operations
-
-
-def _check_widths(operations, config) -> None:
-    try:
-        backend.check_widths(operations, config.head_dim, config.idx_dim, config.gdn_state)
-    except backend.BackendError as error:
-        raise ModelError(str(error)) from error
+    return ops
 
 
 def _choose_format(name: str, head_dim: int):

@@ -2,8 +2,8 @@
 
 One field of a record below is one option: its flag, its key in a config file, its line in `--help` and in the manual
 page, its default and the engine's command line are made from it. This module refuses to know what an option does, and
-needs the standard library alone. Invariant: a record that exists holds only values that its flags would have taken.
-Read next: engine.py, which is started with the one; httpoptions.py, which checks the other further.
+needs cells.py and the standard library alone. Invariant: a record that exists holds only values that its flags would
+have taken. Read next: engine.py, which is started with the one; httpoptions.py, which checks the other further.
 """
 
 import argparse
@@ -13,9 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import cells
+
 MAX_COUNT = 2**31 - 1  # every number on the command line is held in 32 bits somewhere
 MAX_CONFIG_BYTES = 1 << 20
-KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")  # by their code in session files: only ever added to
 ACTIVATIONS = ("int8", "float")
 BACKENDS = ("auto", "cpu", "cuda")
 EMBEDDED = "(default: the embedded model)"
@@ -160,7 +161,7 @@ class EngineOptions(_Record):
         _folder,
     )
     max_context: int | None = _count(None, "cells of context (default: what the model was made for, at most 4096)")
-    kv: str = _word(KV_FORMATS, "fp16", "format of K and V (default: {default})")
+    kv: str = _word(cells.NAMES, "fp16", "format of K and V (default: {default})")
     kv_resident: int = _count(
         0, "CUDA: keep N cells of each layer in VRAM, all in pinned RAM (default: {default}, off)", low=0
     )
