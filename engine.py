@@ -24,10 +24,10 @@ from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
 from generation import FatalError, Generation
-from gguffile import GgufError, embedded_model
 from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
+from modelfile import GgufError, embedded_model
 from options import EngineOptions
 from promptcache import Parked, Timeline, common_start
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session

@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 
 import kvcache
 import packs
-from gguffile import GgufError, end_token_ids, open_gguf, tokenizer_metadata, turn_start_id
+from modelfile import GgufError, end_token_ids, open_gguf, tokenizer_metadata, turn_start_id
 
 RECURRENT = {"qwen3next", "qwen35", "qwen35moe", "qwen4exp"}  # gated attention among gated delta nets
 PAIRED_ROPE = {"llama"}  # rotates (2i, 2i + 1); the others rotate (i, i + n_rot / 2)

@@ -11,8 +11,8 @@ import pytest
 
 import weights
 from faultlayer import count
-from gguffile import _Reader, open_gguf
 from given_weights import fixture, loaded_or_refused, run
+from modelfile import _Reader, open_gguf
 
 pytestmark = pytest.mark.faults
 

@@ -25,7 +25,7 @@ ALLOWED = {
     "cpuattention": {"cpuproducts", "jit", "packs", "simd", "team"},
     "kernels_cpu": {"bytecopy", "cpuattention", "cpuproducts", "jit", "packs", "simd", "team"},
     "fingerprint": {"jit", "simd"},
-    "gguffile": set(),
+    "modelfile": set(),
     "resources": set(),
     "unfinished": set(),
     "helperthread": set(),
@@ -36,7 +36,7 @@ ALLOWED = {
     "sessionparse": {"plainhash", "sessionlayout"},
     "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "fingerprint", "plainhash"},
     "chattemplate": set(),
-    "tokenizer": {"chattemplate", "gguffile"},
+    "tokenizer": {"chattemplate", "modelfile"},
     "knowntext": set(),
     "verbs": set(),
     "sampling": {"verbs"},
@@ -51,13 +51,13 @@ ALLOWED = {
     "backend": {"kernels_cpu", "kernels_cuda"},
     "kvcache": {"kernels_cpu", "options"},
     "promptcache": {"kvcache"},
-    "weights": {"gguffile", "kvcache", "packs"},
+    "weights": {"modelfile", "kvcache", "packs"},
     "model": {"weights", "kvcache"},
-    "controlvector": {"fingerprint", "gguffile"},
+    "controlvector": {"fingerprint", "modelfile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "promptcache", "sampling", "verbs"},
     "conversations": {"generation", "kvcache", "promptcache", "resources", "verbs", "weights"},
-    "engine": {"conversations", "gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache"}
+    "engine": {"conversations", "modelfile", "generation", "model", "weights", "controlvector", "backend", "kvcache"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
     | {"sessionfolder", "verbs"},
     "serveloop": {"engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},
@@ -100,7 +100,7 @@ ALLOWED = {
     "declaration": set(),
     "demo": {"tokenizer", "declaration", "verbs"},
     "warmup": {"engine", "jit", "options", "sessionfile", "verbs"},
-    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo", "warmup"}
+    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "modelfile", "demo", "warmup"}
     | {"options", "printable"},
 }
 
@@ -144,7 +144,7 @@ def test_the_command_line_needs_the_options_and_the_standard_library_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "httpfront", "verbs"]
+    "name", ["strata", "tokenizer", "modelfile", "demo", "declaration", "sessionfile", "httpfront", "verbs"]
 )
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}

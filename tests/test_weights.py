@@ -19,9 +19,9 @@ from gguf.quants import dequantize, quantize
 import kernels_cpu
 import packs
 import weights
-from gguffile import open_gguf
 from given_weights import MODELS, fixture, load, loaded_or_refused, run
 from kvcache import EXACT
+from modelfile import open_gguf
 from reference import ReferenceModel
 from weights import Loader
 
