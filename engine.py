@@ -28,12 +28,12 @@ from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
 from modelfile import GgufError, embedded_model
+from modelweights import PAIRED_ROPE, ModelError, load_model
 from options import EngineOptions
 from promptcache import Parked, Timeline, common_start
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
 from sessionfolder import names_at_exit
 from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
-from weights import PAIRED_ROPE, ModelError, load_model
 
 VERSION = "0.1.0"  # part of every saved file's identity: another version may compute other bits
 DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at start

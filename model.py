@@ -15,7 +15,7 @@ import numpy as np
 from gguf.quants import dequantize
 
 import kvcache
-from weights import (
+from modelweights import (
     PAIRED_ROPE,
     Attention,
     DeltaNet,

@@ -7,7 +7,7 @@ import numpy as np
 import kernels_cpu
 from kvcache import EXACT, Cache
 from model import Model
-from weights import ModelError, load_model
+from modelweights import ModelError, load_model
 
 DATA = Path(__file__).parent / "data" / "model"
 MODELS = sorted(path.stem for path in DATA.glob("*.npz"))

@@ -51,15 +51,15 @@ ALLOWED = {
     "backend": {"kernels_cpu", "kernels_cuda"},
     "kvcache": {"kernels_cpu", "options"},
     "promptcache": {"kvcache"},
-    "weights": {"modelfile", "kvcache", "packs"},
-    "model": {"weights", "kvcache"},
+    "modelweights": {"modelfile", "kvcache", "packs"},
+    "model": {"modelweights", "kvcache"},
     "controlvector": {"fingerprint", "modelfile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "promptcache", "sampling", "verbs"},
-    "conversations": {"generation", "kvcache", "promptcache", "resources", "verbs", "weights"},
-    "engine": {"conversations", "modelfile", "generation", "model", "weights", "controlvector", "backend", "kvcache"}
+    "conversations": {"generation", "kvcache", "modelweights", "promptcache", "resources", "verbs"},
+    "engine": {"conversations", "modelfile", "generation", "model", "modelweights", "controlvector", "backend"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
-    | {"sessionfolder", "verbs"},
+    | {"kvcache", "sessionfolder", "verbs"},
     "serveloop": {"engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},
     "toolcalls": set(),
     "answertext": {"toolcalls"},

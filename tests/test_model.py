@@ -15,8 +15,8 @@ import pytest
 import kernels_cpu
 from kvcache import EXACT, FORMATS, PAGE, Cache
 from model import Model
+from modelweights import load_model
 from reference import ReferenceModel
-from weights import load_model
 
 DATA = Path(__file__).parent / "data" / "model"
 MODELS = sorted(path.stem for path in DATA.glob("*.npz"))
