@@ -12,7 +12,7 @@ import numpy as np
 import resources
 from generation import CHUNK, Resumed
 from kvcache import Cache, Snapshot
-from modelweights import ModelError
+from modelconfig import ModelError
 from promptcache import LEAST_BRANCH, NOTHING, Checkpoints, Offer, Parked, ParkingLot, Timeline, best_offer
 from verbs import SPARE_CELLS, GenRequest
 

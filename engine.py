@@ -27,8 +27,9 @@ from generation import FatalError, Generation
 from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
+from modelconfig import PAIRED_ROPE, ModelError
 from modelfile import GgufError, embedded_model
-from modelweights import PAIRED_ROPE, ModelError, load_model
+from modelweights import load_model
 from options import EngineOptions
 from promptcache import Parked, Timeline, common_start
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session

@@ -15,16 +15,8 @@ import numpy as np
 from gguf.quants import dequantize
 
 import kvcache
-from modelweights import (
-    PAIRED_ROPE,
-    Attention,
-    DeltaNet,
-    FeedForward,
-    HyperConnection,
-    ModelConfig,
-    PlainResidual,
-    Weights,
-)
+from modelconfig import PAIRED_ROPE, ModelConfig
+from modelweights import Attention, DeltaNet, FeedForward, HyperConnection, PlainResidual, Weights
 
 
 @dataclass

@@ -7,7 +7,8 @@ import numpy as np
 import kernels_cpu
 from kvcache import EXACT, Cache
 from model import Model
-from modelweights import ModelError, load_model
+from modelconfig import ModelError
+from modelweights import load_model
 
 DATA = Path(__file__).parent / "data" / "model"
 MODELS = sorted(path.stem for path in DATA.glob("*.npz"))

@@ -8,7 +8,7 @@ from gguf.quants import quantize
 import controlvector
 from controlvector import ControlVectorError, split_scale
 from engine import Session
-from modelweights import ModelError
+from modelconfig import ModelError
 from sessionfile import SessionError, inspect_session
 from tinyengine import ask, ids, joined, new_engine, new_session, trunk
 

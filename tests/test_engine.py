@@ -14,7 +14,7 @@ import generation
 import resources
 from engine import Engine, Session
 from generation import Generation
-from modelweights import ModelError
+from modelconfig import ModelError
 from options import EngineOptions
 from promptcache import is_prefix
 from tinyengine import (

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+import modelconfig
 import modelweights
 from faultlayer import count
 from given_weights import fixture, loaded_or_refused, run
@@ -106,4 +107,4 @@ def test_a_loader_that_lets_the_library_speak_is_found(tmp_path, monkeypatch):
     data = fixture("llama").read_bytes()
     with pytest.raises(Exception, match=r"magic|version|truncated|reshape|size|GGUF") as caught:
         outcomes(tmp_path / "broken.gguf", data, list(HEADER))
-    assert not isinstance(caught.value, modelweights.ModelError)
+    assert not isinstance(caught.value, modelconfig.ModelError)

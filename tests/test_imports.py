@@ -51,15 +51,16 @@ ALLOWED = {
     "backend": {"kernels_cpu", "kernels_cuda"},
     "kvcache": {"kernels_cpu", "options"},
     "promptcache": {"kvcache"},
-    "modelweights": {"modelfile", "kvcache", "packs"},
-    "model": {"modelweights", "kvcache"},
+    "modelconfig": {"kvcache"},
+    "modelweights": {"modelconfig", "modelfile", "packs"},
+    "model": {"kvcache", "modelconfig", "modelweights"},
     "controlvector": {"fingerprint", "modelfile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "promptcache", "sampling", "verbs"},
-    "conversations": {"generation", "kvcache", "modelweights", "promptcache", "resources", "verbs"},
-    "engine": {"conversations", "modelfile", "generation", "model", "modelweights", "controlvector", "backend"}
+    "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs"},
+    "engine": {"conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
-    | {"kvcache", "sessionfolder", "verbs"},
+    | {"backend", "controlvector", "kvcache", "sessionfolder", "verbs"},
     "serveloop": {"engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},
     "toolcalls": set(),
     "answertext": {"toolcalls"},
