@@ -27,7 +27,7 @@ from generation import FatalError, Generation
 from jit import KERNELS
 from kvcache import FORMATS, Cache, formats_for
 from model import Model
-from modelconfig import PAIRED_ROPE, ModelError
+from modelconfig import ModelError
 from modelfile import GgufError, embedded_model
 from modelweights import load_model
 from options import EngineOptions
@@ -185,7 +185,7 @@ class Engine:
     def _configuration(self) -> Config:
         c = self.config
         rope = Rope(
-            type=0 if c.arch in PAIRED_ROPE else 2,  # as ggml numbers them
+            type=0 if c.family.paired_rope else 2,  # as ggml numbers them
             freq_base=c.rope_base,
             factor=c.rope_factor,
             freq_scale=1 / c.rope_factor,

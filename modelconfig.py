@@ -15,14 +15,33 @@ import numpy as np
 
 import kvcache
 
-RECURRENT = {"qwen3next", "qwen35", "qwen35moe", "qwen4exp"}  # gated attention among gated delta nets
-PAIRED_ROPE = {"llama"}  # rotates (2i, 2i + 1); the others rotate (i, i + n_rot / 2)
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")
 NGRAM_DILATION = 3  # fixed in the architecture, absent from the file
 
 
 class ModelError(Exception):
     """A model file that cannot be used; one line that names the file, the part and what was expected."""
+
+
+class Family(NamedTuple):
+    """What the name of an architecture says and no key of its files does."""
+
+    recurrent: bool = False  # most layers are gated delta nets
+    gated_attention: bool = False  # attention layers have an output gate
+    paired_rope: bool = False  # rotates (2i, 2i + 1) instead of (i, i + n_rot / 2)
+    grouped_heads: bool = False  # delta net: value head v reads key head v // (Hv / Hk) instead of v mod Hk
+    silu_gate: bool = False  # delta net: silu gates its normed output, not sigmoid
+
+
+FAMILIES = {
+    "llama": Family(paired_rope=True),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen3moe": Family(),
+    "qwen3next": Family(recurrent=True, gated_attention=True, grouped_heads=True, silu_gate=True),
+    "qwen35": Family(recurrent=True, gated_attention=True, silu_gate=True),
+    "qwen35moe": Family(recurrent=True, gated_attention=True, silu_gate=True),
+    "qwen4exp": Family(recurrent=True, gated_attention=True),
+}
 
 
 class Ngrams(NamedTuple):
@@ -73,9 +92,8 @@ class ModelConfig:
     ngrams: Ngrams | None
 
     @property
-    def gated(self) -> bool:
-        """Whether attention layers carry an output gate."""
-        return self.arch in RECURRENT
+    def family(self) -> Family:
+        return FAMILIES[self.arch]
 
     @property
     def streams(self) -> int:
@@ -177,7 +195,7 @@ class Keys:
 
 def _layer_kinds(keys: Keys, n_layers: int) -> tuple[tuple[bool, ...], int]:
     """Which trunk layers are attention, and the interval between them (0 where all are)."""
-    if keys.arch not in RECURRENT:
+    if not FAMILIES[keys.arch].recurrent:
         return (True,) * n_layers, 0
     interval = keys.number("full_attention_interval", 4)
     flags = keys.array("attention.recurrent_layers", bool, [])
@@ -235,8 +253,8 @@ def _rope_factor(keys: Keys) -> float:
 def read_config(path, fields, tensors) -> ModelConfig:
     """Hyper-parameters from a file's metadata; `tensors` maps names to the library's tensors."""
     keys = Keys(path, fields)
-    if keys.arch not in ARCHITECTURES:
-        raise ModelError(f"{path}: architecture {keys.arch[:40]!r} is not supported ({', '.join(ARCHITECTURES)})")
+    if keys.arch not in FAMILIES:
+        raise ModelError(f"{path}: architecture {keys.arch[:40]!r} is not supported ({', '.join(FAMILIES)})")
     n_draft = keys.number("nextn_predict_layers", 0)
     n_layers = keys.number("block_count") - n_draft
     if n_layers < 1 or n_draft > 1:

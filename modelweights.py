@@ -115,7 +115,6 @@ class PlainResidual:
     """One residual stream: a norm before each part, its output added."""
 
     norm: np.ndarray  # [1, N]
-    eps: float
 
 
 @dataclass
@@ -126,7 +125,6 @@ class HyperConnection:
     down: object
     up: object
     inject: object | None
-    eps: float
 
 
 @dataclass
@@ -317,7 +315,7 @@ def _load_weights(c: ModelConfig, load: Loader) -> Weights:
 
 def _connection(c: ModelConfig, load: Loader, prefix: str, norm: str):
     if c.hc <= 1:
-        return PlainResidual(load.vector(norm, 1, c.n_embd), c.rms_eps)
+        return PlainResidual(load.vector(norm, 1, c.n_embd))
     flat = c.hc * c.n_embd
     inject = prefix + "inject.weight"
     return HyperConnection(
@@ -325,7 +323,6 @@ def _connection(c: ModelConfig, load: Loader, prefix: str, norm: str):
         load.matrix(prefix + "down.weight", c.hc_rank, flat),
         load.matrix(prefix + "up.weight", flat, c.hc_rank),
         load.matrix(inject, c.hc, flat) if load.has(inject) else None,
-        c.rms_eps,
     )
 
 
@@ -345,7 +342,7 @@ def _layer(c: ModelConfig, load: Loader, block: str, mixer) -> Layer:
 
 def _attention(c: ModelConfig, load: Loader, block: str, index: int, indexed: bool = True) -> Attention:
     q_rows, kv_rows = c.n_head * c.head_dim, c.n_head_kv * c.head_dim
-    q_rows_in_file = 2 * q_rows if c.gated else q_rows
+    q_rows_in_file = 2 * q_rows if c.family.gated_attention else q_rows
     normed = any(load.has(f"{block}attn_{part}_norm.weight") for part in "qk")
     none = np.empty((0, c.head_dim), np.float32)
     biases = None
