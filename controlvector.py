@@ -8,7 +8,7 @@ import numpy as np
 from gguf.quants import dequantize
 
 from fingerprint import hash64
-from gguffile import GgufError, open_gguf
+from modelfile import GgufError, open_gguf
 
 PREFIX = "direction."
 

@@ -12,9 +12,9 @@ import numpy as np
 import resources
 from generation import CHUNK, Resumed
 from kvcache import Cache, Snapshot
+from modelconfig import ModelError
 from promptcache import LEAST_BRANCH, NOTHING, Checkpoints, Offer, Parked, ParkingLot, Timeline, best_offer
 from verbs import SPARE_CELLS, GenRequest
-from weights import ModelError
 
 MIB = 1 << 20
 FREE_SHARE = 4  # parked conversations may take this part of the RAM that is free at the start

@@ -24,16 +24,17 @@ from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
 from fingerprint import ModelFile as FingerprintedFile
 from generation import FatalError, Generation
-from gguffile import GgufError, embedded_model
 from jit import KERNELS
 from kvcache import Cache
 from model import Model
+from modelconfig import ModelError
+from modelfile import GgufError, embedded_model
+from modelweights import load_model
 from options import EngineOptions
 from promptcache import Parked, Timeline, common_start
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
 from sessionfolder import names_at_exit
 from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
-from weights import PAIRED_ROPE, ModelError, load_model
 
 VERSION = "0.1.0"  # part of every saved file's identity: another version may compute other bits
 DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at start
@@ -180,7 +181,7 @@ class Engine:
     def _configuration(self) -> Config:
         c = self.config
         rope = Rope(
-            type=0 if c.arch in PAIRED_ROPE else 2,  # as ggml numbers them
+            type=0 if c.family.paired_rope else 2,  # as ggml numbers them
             freq_base=c.rope_base,
             factor=c.rope_factor,
             freq_scale=1 / c.rope_factor,

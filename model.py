@@ -15,16 +15,8 @@ import numpy as np
 from gguf.quants import dequantize
 
 import kvcache
-from weights import (
-    PAIRED_ROPE,
-    Attention,
-    DeltaNet,
-    FeedForward,
-    HyperConnection,
-    ModelConfig,
-    PlainResidual,
-    Weights,
-)
+from modelconfig import ModelConfig
+from modelweights import Attention, DeltaNet, FeedForward, HyperConnection, PlainResidual, Weights
 
 
 @dataclass
@@ -205,15 +197,18 @@ class Model:
     def _attention(self, layer: Attention, x, pool: kvcache.LayerPool, first: int, tables, blocks):
         c, ops, n_tokens = self.config, self.ops, x.shape[0]
         q, gate, k, v = self._projections(layer, x)
-        f, pools = pool.format, (pool.k, pool.k_scale, pool.v, pool.v_scale)
+        f, cells = pool.format, (pool.k, pool.k_scale, pool.v, pool.v_scale)
         storages, rotated = (f.k_storage, f.v_storage), (f.rotate_k, f.rotate_v)
-        heads = (q, k, v, layer.q_norm, layer.k_norm, self._eps, *tables, c.arch in PAIRED_ROPE)
-        ops.store_heads(*heads, rotated, storages, first, *pools)
+        cos, sin = tables
+        ops.store_heads(
+            q, k, v, layer.q_norm, layer.k_norm, self._eps, cos, sin, c.family.paired_rope,
+            rotated, storages, first, *cells,
+        )  # fmt: skip
         out, scale = ops.empty(q.shape), np.float32(c.head_dim**-0.5)
         if blocks is None:
-            ops.attention(*storages, *pools, q, first, scale, out)
+            ops.attention(*storages, *cells, q, first, scale, out)
         else:
-            ops.attention_selected(*storages, *pools, q, first, scale, *blocks, out)
+            ops.attention_selected(*storages, *cells, q, first, scale, *blocks, out)
         if f.rotate_v:
             ops.hadamard_heads(out)
         out = out.reshape(n_tokens, c.n_head * c.head_dim)
@@ -228,7 +223,7 @@ class Model:
         for projected, bias in zip((q, k, v), layer.biases or (), strict=False):
             ops.add_bias(projected, bias)
         gate, both = None, q
-        if c.gated:
+        if c.family.gated_attention:
             q, gate = (ops.empty((n_tokens, c.n_head, c.head_dim)) for _ in range(2))
             ops.split_gate(both.reshape(n_tokens, c.n_head, 2 * c.head_dim), q, gate)
         k, v = (part.reshape(n_tokens, c.n_head_kv, c.head_dim) for part in (k, v))
@@ -262,7 +257,7 @@ class Model:
             window.delta[layer.index] = raw, alpha, beta
             conv, recurrent = self.ops.copy(conv), self.ops.copy(recurrent)
         out = self._delta_scan(layer, raw, alpha, beta, conv, recurrent)
-        self.ops.norm_gate_heads(out, layer.norm, self._eps, gate, self.config.arch != "qwen4exp")
+        self.ops.norm_gate_heads(out, layer.norm, self._eps, gate, self.config.family.silu_gate)
         return self._matmul(layer.out, out.reshape(*gate.shape))
 
     def _delta_scan(self, layer: DeltaNet, raw, alpha, beta, conv, recurrent):
@@ -270,8 +265,8 @@ class Model:
         c, mixed = self.config, self.ops.empty(raw.shape)
         self.ops.conv_silu(raw, conv, layer.conv, mixed)
         out = self.ops.empty((raw.shape[0], c.gdn_v_heads, c.gdn_state))
-        grouped = c.arch == "qwen3next"
-        self.ops.delta_net(mixed, alpha, beta, layer.a, layer.dt_bias, c.gdn_k_heads, grouped, recurrent, out)
+        heads = c.gdn_k_heads, c.family.grouped_heads
+        self.ops.delta_net(mixed, alpha, beta, layer.a, layer.dt_bias, *heads, recurrent, out)
         return out
 
     # --- feed-forward

@@ -203,11 +203,11 @@ def _model_path(named: str | None) -> str:
     """The model that was named, else the one that comes with the package."""
     if named:
         return named
-    import gguffile
+    import modelfile
 
     try:
-        return gguffile.embedded_model()
-    except gguffile.GgufError as error:
+        return modelfile.embedded_model()
+    except modelfile.GgufError as error:
         raise UsageError(str(error)) from error
 
 

@@ -3,7 +3,7 @@
 It owns the way from a GGUF file's tokenizer metadata to the `tokenizers` library, and the marks in a text: which of
 them are ids and which are words. It knows nothing of models, sessions or protocols. Invariant: decoding the ids of a
 text gives that text (in its NFC form where the model asks for it). Read next: chattemplate.py, which writes messages
-as text, and gguffile.py, which opens the file.
+as text, and modelfile.py, which opens the file.
 """
 
 import codecs
@@ -17,7 +17,7 @@ from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from chattemplate import ChatTemplate, TemplateFault
-from gguffile import (
+from modelfile import (
     GgufError,
     end_token_ids,
     open_gguf,

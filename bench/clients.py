@@ -23,7 +23,7 @@ from machine import machine_facts
 
 sys.path.insert(0, str(ROOT))
 
-from gguffile import embedded_model
+from modelfile import embedded_model
 
 GOAL = 0.95
 SYSTEM = (

@@ -30,7 +30,7 @@ from machine import machine_facts
 
 sys.path.insert(0, str(ROOT))
 
-from gguffile import embedded_model
+from modelfile import embedded_model
 
 TEXT_BYTES, JSON_BYTES = 28 << 20, 25 << 20
 CONTEXT = 262144  # in which such bodies could have a place, so that they are read before they are refused

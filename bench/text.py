@@ -15,7 +15,7 @@ import gguf
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from declaration import TEXT
-from gguffile import open_gguf
+from modelfile import open_gguf
 from tokenizer import Tokenizer
 
 REPEATS = 3
@@ -43,7 +43,7 @@ def main() -> None:
     print(f"machine: {platform.machine()} python {platform.python_version()}")
     print(f"vocabulary: {tokenizer.n_vocab} tokens")
     print(f"open, the library's reader: {best_s(lambda: gguf.GGUFReader(model)):.2f} s")
-    print(f"open, gguffile: {best_s(lambda: open_gguf(model)):.2f} s")
+    print(f"open, modelfile: {best_s(lambda: open_gguf(model)):.2f} s")
     print(f"load tokenizer: {best_s(lambda: Tokenizer.load(model)):.2f} s")
     print(f"encode: {len(text) / 1e6 / best_s(lambda: tokenizer.encode(text)):.2f} MB/s")
     print(f"decode: {len(ids) / 1e6 / best_s(lambda: tokenizer.decode(ids)):.2f} million tokens/s")

@@ -27,7 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from declaration import TEXT
 from engine import Engine
-from gguffile import embedded_model
+from modelfile import embedded_model
 from options import EngineOptions
 from tokenizer import Tokenizer
 

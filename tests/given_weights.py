@@ -8,7 +8,8 @@ from cells import EXACT
 from given_kernels import CPU
 from kvcache import Cache
 from model import Model
-from weights import ModelError, load_model
+from modelconfig import ModelError
+from modelweights import load_model
 
 DATA = Path(__file__).parent / "data" / "model"
 MODELS = sorted(path.stem for path in DATA.glob("*.npz"))

@@ -7,8 +7,8 @@ import pytest
 
 import chatapi
 from answertext import MARKS as ANSWER_MARKS
-from gguffile import embedded_model
 from given_tokenizer import CHATML, write_model
+from modelfile import embedded_model
 from runningfront import TEMPLATE
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED, Tokenizer, TokenizerError
 

@@ -13,7 +13,7 @@ import tempfile
 
 import pytest
 
-import gguffile
+import modelfile
 import options
 import strata
 from given_tokenizer import IM_END, IM_START, TOKENS, write_model
@@ -136,7 +136,7 @@ def test_a_config_file_may_start_with_a_byte_order_mark(config):
 @pytest.mark.parametrize("command", [["--serve"], ["tokenize"], ["detokenize"], ["warmup"], ["demo"]])
 def test_the_embedded_model_is_the_default(capsys, monkeypatch, command):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    monkeypatch.setattr(gguffile, "EMBEDDED_MODEL", "absent.gguf")
+    monkeypatch.setattr(modelfile, "EMBEDDED_MODEL", "absent.gguf")
     assert "no model comes with this installation: name a GGUF file with --model" in usage_error(capsys, *command)
 
 

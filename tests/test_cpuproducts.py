@@ -22,8 +22,8 @@ import kernels_cpu
 import packs
 import simd
 from cpuproducts import Pack
-from gguffile import open_gguf
 from given_kernels import ROUNDING, normal, rng_for
+from modelfile import open_gguf
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tests" / "data" / "model"

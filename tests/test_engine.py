@@ -14,6 +14,7 @@ import generation
 import resources
 from engine import Engine, Session
 from generation import Generation
+from modelconfig import ModelError
 from options import EngineOptions
 from promptcache import is_prefix
 from tinyengine import (
@@ -33,7 +34,6 @@ from tinyengine import (
     trunk,
 )
 from verbs import SPARE_CELLS, GenRequest, RequestError
-from weights import ModelError
 
 KINDS = ["llama", "qwen35", "qwen3next", "qwen35moe", "qwen4exp", "qwen4exp-8layers"]
 FORMATS = ["fp16", "int8", "q4_0", "k8v4"]

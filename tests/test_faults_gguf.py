@@ -1,6 +1,6 @@
 """Every number of a model file's header and of its tensors' entries, set to what hurts: one line, or a model that runs.
 
-The random damage and the hostile metadata are in test_weights.py; here each field is met, one by one.
+The random damage and the hostile metadata are in test_modelweights.py; here each field is met, one by one.
 """
 
 import struct
@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-import weights
+import modelconfig
+import modelweights
 from faultlayer import count
-from gguffile import _Reader, open_gguf
 from given_weights import fixture, loaded_or_refused, run
+from modelfile import _Reader, open_gguf
 
 pytestmark = pytest.mark.faults
 
@@ -102,8 +103,8 @@ def test_tensors_that_share_their_bytes_or_have_none(tmp_path, bounded_memory):
 
 
 def test_a_loader_that_lets_the_library_speak_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "open_gguf", _Reader)
+    monkeypatch.setattr(modelweights, "open_gguf", _Reader)
     data = fixture("llama").read_bytes()
     with pytest.raises(Exception, match=r"magic|version|truncated|reshape|size|GGUF") as caught:
         outcomes(tmp_path / "broken.gguf", data, list(HEADER))
-    assert not isinstance(caught.value, weights.ModelError)
+    assert not isinstance(caught.value, modelconfig.ModelError)

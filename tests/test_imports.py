@@ -27,7 +27,7 @@ ALLOWED = {
     "cpuattention": {"cells", "cpusums", "jit", "packs", "simd", "team"},
     "kernels_cpu": {"bytecopy", "cells", "cpuattention", "cpuproducts", "cpusums", "jit", "packs", "simd", "team"},
     "fingerprint": {"jit", "simd"},
-    "gguffile": set(),
+    "modelfile": set(),
     "resources": set(),
     "unfinished": set(),
     "helperthread": set(),
@@ -38,7 +38,7 @@ ALLOWED = {
     "sessionparse": {"plainhash", "sessionlayout"},
     "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "fingerprint", "plainhash"},
     "chattemplate": set(),
-    "tokenizer": {"chattemplate", "gguffile"},
+    "tokenizer": {"chattemplate", "modelfile"},
     "knowntext": set(),
     "verbs": set(),
     "sampling": {"verbs"},
@@ -53,15 +53,16 @@ ALLOWED = {
     "backend": {"kernels_cpu", "kernels_cuda"},
     "kvcache": {"cells"},
     "promptcache": {"kvcache"},
-    "weights": {"cells", "gguffile", "kvcache", "packs"},
-    "model": {"weights", "kvcache"},
-    "controlvector": {"fingerprint", "gguffile"},
+    "modelconfig": {"cells", "kvcache"},
+    "modelweights": {"modelconfig", "modelfile", "packs"},
+    "model": {"kvcache", "modelconfig", "modelweights"},
+    "controlvector": {"fingerprint", "modelfile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "promptcache", "sampling", "verbs"},
-    "conversations": {"generation", "kvcache", "promptcache", "resources", "verbs", "weights"},
-    "engine": {"conversations", "gguffile", "generation", "model", "weights", "controlvector", "backend", "kvcache"}
+    "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs"},
+    "engine": {"conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
-    | {"cells", "sessionfolder", "verbs"},
+    | {"backend", "cells", "controlvector", "kvcache", "sessionfolder", "verbs"},
     "serveloop": {"engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},
     "toolcalls": set(),
     "answertext": {"toolcalls"},
@@ -102,7 +103,7 @@ ALLOWED = {
     "declaration": set(),
     "demo": {"tokenizer", "declaration", "verbs"},
     "warmup": {"engine", "jit", "options", "sessionfile", "verbs"},
-    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo", "warmup"}
+    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "modelfile", "demo", "warmup"}
     | {"options", "printable"},
 }
 
@@ -147,7 +148,7 @@ def test_the_command_line_needs_the_options_and_the_standard_library_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "httpfront", "verbs"]
+    "name", ["strata", "tokenizer", "modelfile", "demo", "declaration", "sessionfile", "httpfront", "verbs"]
 )
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 import chatapi
-from gguffile import embedded_model
 from knowntext import MAX_TEXTS, KnownTexts, common_start, spell, unspell, why_read_again
+from modelfile import embedded_model
 from textworker import WorkerTokenizer
 from tokenizer import Tokenizer
 from verbs import Source

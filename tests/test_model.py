@@ -16,8 +16,8 @@ from cells import EXACT, FORMATS, PAGE
 from given_kernels import CPU
 from kvcache import Cache
 from model import Model
+from modelweights import load_model
 from reference import ReferenceModel
-from weights import load_model
 
 DATA = Path(__file__).parent / "data" / "model"
 MODELS = sorted(path.stem for path in DATA.glob("*.npz"))

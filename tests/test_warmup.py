@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-import gguffile
 import jit
+import modelfile
 import strata
 import warmup
 
@@ -99,7 +99,7 @@ def test_a_cache_that_no_other_process_would_find_is_refused_before_anything_is_
     (tmp_path / "file").touch()
     environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, strata.__file__, "warmup", "--model", gguffile.embedded_model()]
+    command = [sys.executable, strata.__file__, "warmup", "--model", modelfile.embedded_model()]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == "strata: no folder for compiled kernels can be written: set XDG_CACHE_HOME to one that can\n"

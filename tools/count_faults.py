@@ -16,7 +16,7 @@ TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
 # One call of these functions of other tests is one failure.
 COUNTED = {
     ("test_sessionfile_damage", "put"): "a damaged file is read",
-    ("test_weights", "loaded_or_refused"): "a hostile or damaged model file",
+    ("test_modelweights", "loaded_or_refused"): "a hostile or damaged model file",
 }
 FILES = [*sorted(TESTS.glob("test_faults*.py")), *(TESTS / f"{module}.py" for module, _ in COUNTED)]
 

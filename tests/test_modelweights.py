@@ -16,14 +16,14 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quantize
 
+import modelweights
 import packs
-import weights
 from cells import EXACT
-from gguffile import open_gguf
 from given_kernels import CPU
 from given_weights import MODELS, fixture, load, loaded_or_refused, run
+from modelfile import open_gguf
+from modelweights import Loader
 from reference import ReferenceModel
-from weights import Loader
 
 
 def refused(path) -> str:
@@ -44,7 +44,7 @@ class Doctored:
         self.path, self.values = f"{name}.gguf", {key: field.contents() for key, field in reader.fields.items()}
         self.tensors_by_name = {tensor.name: tensor for tensor in reader.tensors}
         self.arch = self.values["general.architecture"]
-        monkeypatch.setattr(weights, "open_gguf", lambda path: self)
+        monkeypatch.setattr(modelweights, "open_gguf", lambda path: self)
 
     @property
     def fields(self):

@@ -7,8 +7,8 @@ import gguf
 import numpy as np
 import pytest
 
-import gguffile
-from gguffile import GgufError, embedded_model, open_gguf
+import modelfile
+from modelfile import GgufError, embedded_model, open_gguf
 
 
 @pytest.fixture
@@ -81,8 +81,8 @@ def test_the_embedded_model_lies_beside_the_sources_or_where_it_was_installed(tm
     def files(_):
         return [importlib.metadata.PackagePath("../share/strata/model.gguf")]
 
-    monkeypatch.setattr(gguffile, "EMBEDDED_MODEL", "model.gguf")
-    monkeypatch.setattr(gguffile, "__file__", str(tmp_path / "gguffile.py"))
+    monkeypatch.setattr(modelfile, "EMBEDDED_MODEL", "model.gguf")
+    monkeypatch.setattr(modelfile, "__file__", str(tmp_path / "modelfile.py"))
     monkeypatch.setattr(importlib.metadata, "files", files)
     monkeypatch.setattr(importlib.metadata.PackagePath, "locate", lambda path: tmp_path / "lib" / path)
     assert embedded_model() == str(tmp_path / "share/strata/model.gguf")
@@ -98,7 +98,7 @@ def test_without_an_embedded_model_one_has_to_be_named(monkeypatch, installed):
             raise importlib.metadata.PackageNotFoundError("strata-engine")
         return [importlib.metadata.PackagePath("strata.py")]
 
-    monkeypatch.setattr(gguffile, "EMBEDDED_MODEL", "absent.gguf")
+    monkeypatch.setattr(modelfile, "EMBEDDED_MODEL", "absent.gguf")
     monkeypatch.setattr(importlib.metadata, "files", files)
     with pytest.raises(GgufError, match="name a GGUF file with --model"):
         embedded_model()

@@ -2,7 +2,7 @@
 
 It owns the opening of a model file, where the embedded one lies, and which tokens end an answer or start a turn; it
 knows no tensor name and no text. Invariant: what it returns is the library's own `GGUFReader`, with the same
-`contents()` of every field. Read next: weights.py for tensors, tokenizer.py for text.
+`contents()` of every field. Read next: modelconfig.py and modelweights.py for the model, tokenizer.py for text.
 """
 
 import importlib.metadata
