@@ -16,9 +16,9 @@ from rich.console import Console
 
 import httpfront
 import strata
-from childlines import SessionProgress
 from given_enginefront import MODEL, QUICK, EngineFront
 from httpfront import FrontOptions, Terminal
+from httplines import SessionProgress
 from options import HttpOptions, OptionRefused
 from runningfront import RunningFront, write_tokenizer_model
 
