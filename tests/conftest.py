@@ -44,7 +44,7 @@ def bounded_memory():
 @pytest.fixture(params=[1, 2])
 def threads(request, monkeypatch):
     """Kernels run on one thread and on two."""
-    import team as teams
+    import cputeam as teams
 
     team = teams.Team(request.param)
     monkeypatch.setattr(teams, "ALONE", team)

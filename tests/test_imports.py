@@ -18,21 +18,21 @@ ALLOWED = {
     "options": {"cells"},
     "kernelcache": set(),
     "jit": {"kernelcache"},
-    "simd": {"jit"},
-    "team": {"jit"},
+    "cpusimd": {"jit"},
+    "cputeam": {"jit"},
     "packs": set(),
-    "cpudecode": {"jit", "packs", "simd"},
-    "cpusums": {"jit", "packs", "simd"},
-    "cpuproducts": {"cpudecode", "cpusums", "jit", "packs", "simd", "team"},
-    "cpuattention": {"cells", "cpusums", "jit", "packs", "simd", "team"},
-    "kernels_cpu": {"bytecopy", "cells", "cpuattention", "cpuproducts", "cpusums", "jit", "packs", "simd", "team"},
-    "fingerprint": {"jit", "simd"},
+    "cpudecode": {"jit", "packs", "cpusimd"},
+    "cpusums": {"jit", "packs", "cpusimd"},
+    "cpuproducts": {"cpudecode", "cpusums", "jit", "packs", "cpusimd", "cputeam"},
+    "cpuattention": {"cells", "cpusums", "jit", "packs", "cpusimd", "cputeam"},
+    "kernels_cpu": {"bytecopy", "cells", "cpuattention", "cpuproducts", "cpusimd", "cpusums", "cputeam", "jit", "packs"},
+    "fingerprint": {"jit", "cpusimd"},
     "modelfile": set(),
     "resources": set(),
     "unfinished": set(),
     "helperthread": set(),
     "blockfile": {"helperthread", "resources", "unfinished"},
-    "bytecopy": {"jit", "simd"},
+    "bytecopy": {"jit", "cpusimd"},
     "sessionlayout": {"blockfile", "cells"},
     "plainhash": set(),
     "sessionparse": {"plainhash", "sessionlayout"},
@@ -46,8 +46,8 @@ ALLOWED = {
     "cudapools": {"cells"},
     "cudaproducts": {"cpuproducts", "cudablock", "cudapools", "packs"},
     "cudaattention": {"cells", "cudablock", "cudapools"},
-    "cpuexperts": {"cpudecode", "cpuproducts", "jit", "packs", "simd", "team"},
-    "cudaexperts": {"cpuexperts", "cpuproducts", "cudaproducts", "cudapools", "packs", "team"},
+    "cpuexperts": {"cpudecode", "cpuproducts", "jit", "packs", "cpusimd", "cputeam"},
+    "cudaexperts": {"cpuexperts", "cpuproducts", "cudaproducts", "cudapools", "packs", "cputeam"},
     "expertprofile": set(),
     "kernels_cuda": {"cudaattention", "cudablock", "cudaproducts", "cudapools", "cudaexperts", "kernels_cpu"},
     "backend": {"kernels_cpu", "kernels_cuda"},
@@ -161,7 +161,7 @@ def test_what_needs_no_kernel_does_not_load_numba(name):
 @pytest.mark.parametrize("name", sorted(name for name, tree in MODULES.items() if "numba" in top_level(tree)))
 def test_kernels_are_kept_in_our_folder_whichever_module_comes_first(name, tmp_path):
     """Also behind a program that had numba read other settings."""
-    code = f"import numba, {name}, jit, team; print(team.claim_job._cache.cache_path)"
+    code = f"import numba, {name}, jit, cputeam; print(cputeam.claim_job._cache.cache_path)"
     environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
     ran = subprocess.run(
         [sys.executable, "-c", code],
