@@ -743,7 +743,6 @@ def test_erase_forgets_the_live_conversation_alone():
         ("qwen4exp-8layers", {"kv": "k8v4"}, "head width of 32 can hold fp16, q4_0"),
         ("qwen4exp", {"backend": "cuda"}, "no CUDA backend"),
         ("qwen4exp", {"kv_resident": 20480}, "--kv-resident"),
-        ("qwen4exp", {"spec": 9}, "--spec 9: expected 1 to 8"),
         ("qwen4exp", {"threads": 10**6}, "--threads 1000000"),
         ("no such model", {}, "no such model.gguf"),
     ],
