@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcache import Snapshot
 from promptcache import Offer, Timeline
-from sampling import NotFinite, choose
+from sampling import NotFinite, next_token
 from verbs import SPARE_CELLS, Done, GenRequest, PromptProgress, Resume, Reused, Source, Token
 
 CHUNK = 512  # prompt tokens read between two looks at STOP
@@ -198,7 +198,7 @@ class Generation:
         for row in range(len(rows)):
             at = self.n_context + row
             sampling = self.request.sampling
-            token = int(rows[row]) if greedy else choose(rows[row], self.context[:at], sampling, self.seed)
+            token = int(rows[row]) if greedy else next_token(rows[row], self.context[:at], sampling, self.seed)
             if token < 0:
                 raise NotFinite
             self.context[at] = token

@@ -179,7 +179,7 @@ def run_serve(args: argparse.Namespace) -> int:
     import serveloop
 
     try:
-        return serveloop.serve(settings, sys.stdin.buffer, sys.stdout.buffer, _log)
+        return serveloop.serve_verbs(settings, sys.stdin.buffer, sys.stdout.buffer, _log)
     except engine.ModelError as error:
         raise CommandError(str(error)) from error
     except MemoryError as error:

@@ -100,7 +100,7 @@ def test_the_next_start_of_the_engine_sweeps_what_is_ours(tmp_path):
     options = EngineOptions(model=str(MODELS / "llama.gguf"), slot_save_path=str(tmp_path), **DEFAULTS)
     log = []
     with open(os.devnull, "rb") as stdin, open(os.devnull, "wb") as stdout:
-        assert serveloop.serve(options, stdin, stdout, log.append) == 0
+        assert serveloop.serve_verbs(options, stdin, stdout, log.append) == 0
     assert tree(tmp_path) == kept
     assert "removed 3 unfinished files of saves that were killed" in log
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import sampling
-from sampling import choose
+from sampling import next_token
 from tinyengine import ask, ids, joined, new_session
 from verbs import SamplingOptions
 
@@ -12,7 +12,7 @@ CONTEXT = np.array([3, 1, 4], np.int32)
 
 
 def pick(logits, context=CONTEXT, seed=0, **options):
-    return choose(np.array(logits, np.float32), context, SamplingOptions(**options), seed)
+    return next_token(np.array(logits, np.float32), context, SamplingOptions(**options), seed)
 
 
 def draws(logits, n=4000, **options) -> np.ndarray:

@@ -825,7 +825,7 @@ def test_what_may_leave_a_wrong_state_is_fatal(line, session, reason):
     assert [text.split()[0] for text in log] == ["Traceback"]
 
 
-# --- serve(): the start, and the loop in a process of its own ---
+# --- serve_verbs(): the start, and the loop in a process of its own ---
 
 
 class ScriptedEngine:
@@ -852,7 +852,7 @@ def scripted(monkeypatch):
 
 def test_serve_starts_with_info_and_ready(scripted):
     stdout, log = Lines(), []
-    assert serveloop.serve(Options, io.BytesIO(b"STATS\n"), stdout, log.append) == 0
+    assert serveloop.serve_verbs(Options, io.BytesIO(b"STATS\n"), stdout, log.append) == 0
     assert stdout.written.decode().splitlines() == [
         "INFO context=4096",
         "INFO model=a__b_=x_[2J_ü.gguf",
@@ -869,7 +869,7 @@ def test_a_terminal_gets_one_line_that_says_what_is_read(scripted):
     log = []
     with open(terminal, "rb", buffering=0) as stdin, contextlib.closing(open(controller, "wb", buffering=0)) as keys:
         keys.write(b"QUIT\n")
-        assert serveloop.serve(Options, stdin, Lines(), log.append) == 0
+        assert serveloop.serve_verbs(Options, stdin, Lines(), log.append) == 0
     assert log == ["loading m.gguf", serveloop.TERMINAL_NOTE]
 
 
@@ -882,7 +882,7 @@ def child():
         return Outcome(1, 1000, 0.25)
 
     serveloop.Engine, serveloop.Session = ScriptedEngine, lambda engine: ScriptedSession(transfer=write_file)
-    return serveloop.serve(Options)
+    return serveloop.serve_verbs(Options)
 
 
 def start_child(tmp_path, **environment):
