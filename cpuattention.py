@@ -8,19 +8,26 @@ Scores are taken for sixteen cells at once, which become the lanes of a vector; 
 """
 
 import numpy as np
-from numba import carray
 
 import simd
-from cpuproducts import block_1, block_4
+from cells import (
+    CELL_F16,
+    CELL_F32,
+    CELL_INT8,
+    CELL_Q4_0,
+    PAGE,
+    Q4_BYTES,
+    Q4_CODES,
+    Q4_VALUES,
+    SCALE_GROUP,
+    SEGMENT,
+)
+from cpusums import block_1, block_4
 from jit import njit
 from packs import ROWS
-from team import ARGUMENTS, Job, awake, control_array, pointer_to, put, run_jobs
+from team import Job, arguments, array_at, awake, begin, given, run_jobs
 
 # --- K/V cells ----------------------------------------------------------------------------------------------------
-
-PAGE = 4  # cells of a page
-CELL_F16, CELL_INT8, CELL_Q4_0, CELL_F32 = range(4)  # storage of one head's K or V in a cell
-SCALE_GROUP = 64  # values that share an int8 scale
 
 
 @njit
@@ -41,8 +48,8 @@ def _quantize_int8(x, codes, scales):
 
 @njit
 def _quantize_q4_0(x, out):
-    for block in range(len(x) // 32):
-        values = x[block * 32 : block * 32 + 32]
+    for block in range(len(x) // Q4_VALUES):
+        values = x[block * Q4_VALUES : (block + 1) * Q4_VALUES]
         peak = np.float32(0)
         for value in values:
             if abs(value) > abs(peak):
@@ -50,13 +57,13 @@ def _quantize_q4_0(x, out):
         d = peak / np.float32(-8)
         inverse = np.float32(1) / d if d != 0 else np.float32(0)
         half = simd.float_to_half(d)
-        at = block * 18
+        at = block * Q4_BYTES
         out[at] = half & 0xFF
         out[at + 1] = half >> 8
         for k in range(16):
             low = min(15, np.int32(values[k] * inverse + np.float32(8.5)))
             high = min(15, np.int32(values[k + 16] * inverse + np.float32(8.5)))
-            out[at + 2 + k] = low | high << 4
+            out[at + Q4_CODES + k] = low | high << 4
 
 
 @njit
@@ -103,29 +110,20 @@ def _load_cell(storage, codes, at, scales, scales_at, width, out, out_at):
             simd.store(out, out_at + k, simd.mul(simd.load_i8(codes, at + k), simd.splat(scale)))
     else:
         flat = codes.ravel()
-        for block in range(width // 32):
-            b = at + block * 18
+        for block in range(width // Q4_VALUES):
+            b = at + block * Q4_BYTES
             scale = simd.half_to_float(np.uint16(flat[b]) | np.uint16(flat[b + 1]) << np.uint16(8))
             for k in range(16):
-                byte = np.int32(flat[b + 2 + k])
-                out[out_at + block * 32 + k] = scale * np.float32((byte & 15) - 8)
-                out[out_at + block * 32 + k + 16] = scale * np.float32((byte >> 4) - 8)
+                byte, to = np.int32(flat[b + Q4_CODES + k]), out_at + block * Q4_VALUES + k
+                out[to] = scale * np.float32((byte & 15) - 8)
+                out[to + 16] = scale * np.float32((byte >> 4) - 8)
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
 
-SEGMENT = 64  # pages whose softmax is taken together; partial results are merged in the order of the segments
 CELLS = SEGMENT * PAGE
 TOKENS = 16  # tokens of a prompt that share one widening of a cell
 _EMPTY = np.float32(-3.0e38)
-
-
-@njit
-def dot(a, a_at, b, b_at, n):
-    total = simd.splat(np.float32(0))
-    for k in range(0, n, ROWS):
-        total = simd.fma(simd.load(a, a_at + k), simd.load(b, b_at + k), total)
-    return simd.sum_lanes(total)
 
 
 @njit
@@ -157,7 +155,7 @@ def _widen_as(storage, codes, scales, pages, first, n_cells, head, width, out):
 @njit
 def _widen_cells(storage, codes, scales, pages, first, n_cells, head, width, out):
     """Cells of one head from page `first` of a list (an empty one: of all pages) as float32 rows of `out`."""
-    # Numba compiles a callee anew for each number that it is given literally: a loop without questions a storage.
+    # Numba compiles a callee anew for each number that it is given literally: one branch-free loop per storage.
     if storage == CELL_F16:
         _widen_as(CELL_F16, codes, scales, pages, first, n_cells, head, width, out)
     elif storage == CELL_F32:
@@ -406,30 +404,36 @@ def _attend(team, k_storage, v_storage, pools, q, position, scale, out, blocks, 
         _attend_tokens(control, _TILE[width].address, *shared, blocks, counts, 1 if len(blocks) else TOKENS)
 
 
+_Pools = """
+    k_storage v_storage k_codes k_scales v_codes v_scales n_pages n_kv k_bytes k_scale_bytes v_bytes v_scale_bytes
+"""
+_Tokens = "q out n_tokens n_heads width position pages n_listed"
+_Attention = arguments(f"{_Pools} {_Tokens} counts n_lists per_tile n_read n_jobs partial peaks_sums", "scale")
+
+
 @njit
-def _put_attention(control, operation, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
-                   out):
-    """The arguments that every attention job needs; the next free one is number 19."""
-    put(control, operation, (
-        np.int64(k_storage), np.int64(v_storage), np.int64(k_codes.ctypes.data), np.int64(k_scales.ctypes.data),
-        np.int64(v_codes.ctypes.data), np.int64(v_scales.ctypes.data), np.int64(q.ctypes.data), np.int64(position),
-        np.int64(out.ctypes.data), np.int64(k_codes.shape[0]), np.int64(k_codes.shape[1]), np.int64(k_codes.shape[3]),
-        np.int64(k_scales.shape[3]), np.int64(v_codes.shape[3]), np.int64(v_scales.shape[3]), np.int64(q.shape[0]),
-        np.int64(q.shape[1]), np.int64(q.shape[2]),
-    ))
-    control.view(np.float64)[ARGUMENTS + 18] = scale
+def _begin(control, job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out):
+    """What every attention job needs; the caller fills in the rest."""
+    c = begin(control, job, _Attention)
+    c.k_storage, c.v_storage, c.position, c.scale = k_storage, v_storage, position, scale
+    c.k_codes, c.k_scales, c.v_codes, c.v_scales = (
+        k_codes.ctypes.data, k_scales.ctypes.data, v_codes.ctypes.data, v_scales.ctypes.data,
+    )  # fmt: skip
+    c.n_pages, c.n_kv = k_codes.shape[0], k_codes.shape[1]
+    c.k_bytes, c.k_scale_bytes, c.v_bytes, c.v_scale_bytes = (
+        k_codes.shape[3], k_scales.shape[3], v_codes.shape[3], v_scales.shape[3],
+    )  # fmt: skip
+    c.q, c.out = q.ctypes.data, out.ctypes.data
+    c.n_tokens, c.n_heads, c.width = q.shape
+    return c
 
 
 @njit
 def _attend_tokens(control, tile_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
                    out, blocks, counts, per_tile):
-    _put_attention(control, tile_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
-                   out)
-    control[ARGUMENTS + 19] = per_tile
-    control[ARGUMENTS + 20] = blocks.shape[1]
-    control[ARGUMENTS + 21] = len(blocks)
-    control[ARGUMENTS + 22] = np.int64(blocks.ctypes.data)
-    control[ARGUMENTS + 23] = np.int64(counts.ctypes.data)
+    c = _begin(control, tile_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale, out)
+    c.per_tile, c.n_lists, c.counts = per_tile, len(blocks), counts.ctypes.data
+    c.pages, c.n_listed = blocks.ctypes.data, blocks.shape[1]
     run_jobs(control, (len(q) + per_tile - 1) // per_tile * k_codes.shape[1])
 
 
@@ -441,101 +445,75 @@ def _attend_token(control, segment_job, k_storage, v_storage, k_codes, k_scales,
     group, n_jobs = q.shape[1] // n_kv, (n_pages + SEGMENT - 1) // SEGMENT * n_kv
     partial = simd.scratch(n_jobs * group * q.shape[2]).reshape(n_jobs, group * q.shape[2])
     peaks_sums = np.empty((2, n_jobs, group), np.float32)
-    _put_attention(control, segment_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
-                   out)
-    control[ARGUMENTS + 19] = n_pages
-    control[ARGUMENTS + 20] = n_pages if len(blocks) else 0
-    control[ARGUMENTS + 21] = n_jobs
-    control[ARGUMENTS + 22] = np.int64(blocks.ctypes.data)
-    control[ARGUMENTS + 23] = np.int64(partial.ctypes.data)
-    control[ARGUMENTS + 24] = np.int64(peaks_sums.ctypes.data)
+    c = _begin(control, segment_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
+               out)
+    c.pages, c.n_listed, c.n_jobs = blocks.ctypes.data, n_pages if len(blocks) else 0, n_jobs
+    c.partial, c.peaks_sums, c.n_read = partial.ctypes.data, peaks_sums.ctypes.data, n_pages
     run_jobs(control, n_jobs)
     _merge_segments(partial, peaks_sums, n_kv, out)
 
 
 @njit
-def _attention_arrays(c, width):
-    """The four pools of `_put_attention`, q and out."""
-    pages, n_kv = c[9], c[10]
+def _arrays(c, width):
+    """The four pools, q and out."""
     pools = (
-        carray(pointer_to(c[2]), (pages, n_kv, PAGE, c[11]), np.uint8),
-        carray(pointer_to(c[3]), (pages, n_kv, PAGE, c[12]), np.uint8),
-        carray(pointer_to(c[4]), (pages, n_kv, PAGE, c[13]), np.uint8),
-        carray(pointer_to(c[5]), (pages, n_kv, PAGE, c[14]), np.uint8),
+        array_at(c.k_codes, (c.n_pages, c.n_kv, PAGE, c.k_bytes), np.uint8),
+        array_at(c.k_scales, (c.n_pages, c.n_kv, PAGE, c.k_scale_bytes), np.uint8),
+        array_at(c.v_codes, (c.n_pages, c.n_kv, PAGE, c.v_bytes), np.uint8),
+        array_at(c.v_scales, (c.n_pages, c.n_kv, PAGE, c.v_scale_bytes), np.uint8),
     )
-    shape = (c[15], c[16], width)
-    return pools, carray(pointer_to(c[6]), shape, np.float32), carray(pointer_to(c[8]), shape, np.float32)
+    shape = (c.n_tokens, c.n_heads, width)
+    return pools, array_at(c.q, shape, np.float32), array_at(c.out, shape, np.float32)
 
 
 @njit
-def _tile(width, control, job):
+def _attend_tile_of(c, width, job):
     """A tile of tokens with the query heads of one K/V head; with a page list a tile is one token."""
-    c = control_array(control)[ARGUMENTS:]
-    scale = np.float32(c.view(np.float64)[18])
-    pools, q, out = _attention_arrays(c, width)
-    n_kv, per_tile, n_lists = c[10], c[19], c[21]
-    token = job // n_kv * per_tile
-    n_tokens, position = min(per_tile, q.shape[0] - token), c[7] + token
-    pages, n_pages = carray(pointer_to(c[22]), (0,), np.int32), (position + n_tokens - 1 + PAGE) // PAGE
-    if n_lists:
-        n_pages = carray(pointer_to(c[23]), (n_lists,), np.int64)[token]
-        pages = carray(pointer_to(c[22] + 4 * token * c[20]), (n_pages,), np.int32)
-    _attend_tile(width, c[0], c[1], pools, pages, n_pages, job % n_kv, q, token, n_tokens, position, scale, out)
+    pools, q, out = _arrays(c, width)
+    token = job // c.n_kv * c.per_tile
+    n_tokens, position = min(c.per_tile, c.n_tokens - token), c.position + token
+    pages, n_pages = array_at(c.pages, 0, np.int32), (position + n_tokens - 1 + PAGE) // PAGE
+    if c.n_lists:
+        n_pages = array_at(c.counts, c.n_lists, np.int64)[token]
+        pages = array_at(c.pages + 4 * token * c.n_listed, n_pages, np.int32)
+    _attend_tile(width, c.k_storage, c.v_storage, pools, pages, n_pages, job % c.n_kv, q, token, n_tokens, position,
+                 np.float32(c.scale), out)
 
 
 @njit
-def _segment(width, control, job):
+def _attend_segment_of(c, width, job):
     """Segment job // K of K/V head job mod K for one token."""
-    c = control_array(control)[ARGUMENTS:]
-    scale = np.float32(c.view(np.float64)[18])
-    pools, q, _ = _attention_arrays(c, width)
-    n_kv, n_pages, n_listed, n_jobs = c[10], c[19], c[20], c[21]
-    group, first = q.shape[1] // n_kv, job // n_kv * SEGMENT
-    pages = carray(pointer_to(c[22]), (n_listed,), np.int32)
-    partial = carray(pointer_to(c[23]), (n_jobs, group * width), np.float32)
-    peaks_sums = carray(pointer_to(c[24]), (2, n_jobs, group), np.float32)
-    queries = _queries(q, width, 0, 1, job % n_kv, group)
-    _attend_segment(c[0], c[1], pools, pages, first, min(first + SEGMENT, n_pages), job % n_kv, queries, group, group,
-                    width, c[7], scale, _room(group, width), partial[job], peaks_sums[0, job], peaks_sums[1, job])
+    pools, q, _ = _arrays(c, width)
+    head, group, first = job % c.n_kv, c.n_heads // c.n_kv, job // c.n_kv * SEGMENT
+    pages = array_at(c.pages, c.n_listed, np.int32)
+    partial = array_at(c.partial, (c.n_jobs, group * width), np.float32)
+    peaks_sums = array_at(c.peaks_sums, (2, c.n_jobs, group), np.float32)
+    queries = _queries(q, width, 0, 1, head, group)
+    _attend_segment(c.k_storage, c.v_storage, pools, pages, first, min(first + SEGMENT, c.n_read), head, queries, group,
+                    group, width, c.position, np.float32(c.scale), _room(group, width), partial[job],
+                    peaks_sums[0, job], peaks_sums[1, job])
 
 
 # Numba compiles a callee anew for each number that it is given literally; so usual widths have loops of a known length.
 
 
-def _tile_64(control, job):
-    _tile(64, control, job)
+def _jobs(work):
+    """A job for each usual width, and one (0) for any other."""
+
+    def of_width(width):
+        def job(control, number):
+            work(given(control, _Attention), width, number)
+
+        return Job(job)
+
+    def of_any(control, number):
+        c = given(control, _Attention)
+        work(c, c.width, number)
+
+    return {width: of_width(width) for width in (64, 128, 256)} | {0: Job(of_any)}
 
 
-def _tile_128(control, job):
-    _tile(128, control, job)
-
-
-def _tile_256(control, job):
-    _tile(256, control, job)
-
-
-def _tile_any(control, job):
-    _tile(control_array(control)[ARGUMENTS + 17], control, job)
-
-
-def _segment_64(control, job):
-    _segment(64, control, job)
-
-
-def _segment_128(control, job):
-    _segment(128, control, job)
-
-
-def _segment_256(control, job):
-    _segment(256, control, job)
-
-
-def _segment_any(control, job):
-    _segment(control_array(control)[ARGUMENTS + 17], control, job)
-
-
-_TILE = {64: Job(_tile_64), 128: Job(_tile_128), 256: Job(_tile_256), 0: Job(_tile_any)}
-_SEGMENT = {64: Job(_segment_64), 128: Job(_segment_128), 256: Job(_segment_256), 0: Job(_segment_any)}
+_TILE, _SEGMENT = _jobs(_attend_tile_of), _jobs(_attend_segment_of)
 
 
 @njit
@@ -606,13 +584,15 @@ def select_blocks(queries, pooled, position, keep, blocks, counts, team=None):
     _select_blocks(awake(team), _SELECT.address, queries, pooled, position, keep, blocks, counts)
 
 
+_Selection = arguments("queries pooled position keep blocks counts n_tokens n_heads width n_pooled")
+
+
 @njit
 def _select_blocks(control, select_job, queries, pooled, position, keep, blocks, counts):
-    put(control, select_job, (
-        np.int64(queries.ctypes.data), np.int64(pooled.ctypes.data), np.int64(position), np.int64(keep),
-        np.int64(blocks.ctypes.data), np.int64(counts.ctypes.data), np.int64(queries.shape[0]),
-        np.int64(queries.shape[1]), np.int64(queries.shape[2]), np.int64(pooled.shape[0]),
-    ))
+    c = begin(control, select_job, _Selection)
+    c.queries, c.pooled, c.position, c.keep = queries.ctypes.data, pooled.ctypes.data, position, keep
+    c.blocks, c.counts, c.n_pooled = blocks.ctypes.data, counts.ctypes.data, pooled.shape[0]
+    c.n_tokens, c.n_heads, c.width = queries.shape
     run_jobs(control, len(queries))
 
 
@@ -637,11 +617,11 @@ def _block_scores(queries, pooled, n_blocks, scores):
 
 def _select_job(control, t):
     """The blocks of token t."""
-    c = control_array(control)[ARGUMENTS:]
-    position, keep, n_heads, width = c[2], c[3], c[7], c[8]
-    queries = carray(pointer_to(c[0]), (c[6], n_heads, width), np.float32)
-    pooled = carray(pointer_to(c[1]), (c[9], width), np.float32)
-    blocks, counts = carray(pointer_to(c[4]), (c[6], keep + 1), np.int32), carray(pointer_to(c[5]), (c[6],), np.int64)
+    c = given(control, _Selection)
+    position, keep = c.position, c.keep
+    queries = array_at(c.queries, (c.n_tokens, c.n_heads, c.width), np.float32)
+    pooled = array_at(c.pooled, (c.n_pooled, c.width), np.float32)
+    blocks, counts = array_at(c.blocks, (c.n_tokens, keep + 1), np.int32), array_at(c.counts, c.n_tokens, np.int64)
     complete = (position + t + 1) // PAGE
     m = min(complete, keep)
     if complete <= keep:

@@ -16,6 +16,7 @@ from numba import carray
 import packs
 import simd
 from cpudecode import block_offset, block_scale, codes_start, decode, quad_codes
+from cpusums import block_1, block_4
 from jit import njit
 from packs import BLOCK, KINDS, ROWS
 from team import HELPERS, Job, arguments, array_at, awake, begin, call_job, control_array, given, hold, run_jobs
@@ -97,60 +98,6 @@ def pack(kind, raw, n_cols, *, round_x=False):
 
 
 # --- matrix products ----------------------------------------------------------------------------------------------
-
-
-@njit
-def block_1(weights, n_quads, x, at, sums, token):
-    """One token: four partial sums (column mod 4), added in one order to the token's sixteen running sums."""
-    zero = simd.splat(np.float32(0))
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    for quad in range(n_quads):
-        w, k = quad * 64, at + quad * 4
-        a0 = simd.fma(simd.load(weights, w), simd.load_broadcast(x, k), a0)
-        a1 = simd.fma(simd.load(weights, w + 16), simd.load_broadcast(x, k + 1), a1)
-        a2 = simd.fma(simd.load(weights, w + 32), simd.load_broadcast(x, k + 2), a2)
-        a3 = simd.fma(simd.load(weights, w + 48), simd.load_broadcast(x, k + 3), a3)
-    total = simd.add(simd.add(a0, a1), simd.add(a2, a3))
-    simd.store(sums, token * ROWS, simd.add(simd.load(sums, token * ROWS), total))
-
-
-@njit
-def block_4(weights, n_quads, x, at, stride, sums, token):
-    """Four tokens, each summed exactly as in `block_1`; the weights are loaded once for all of them."""
-    zero = simd.splat(np.float32(0))
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    b0, b1, b2, b3 = zero, zero, zero, zero
-    c0, c1, c2, c3 = zero, zero, zero, zero
-    d0, d1, d2, d3 = zero, zero, zero, zero
-    for quad in range(n_quads):
-        w, k = quad * 64, at + quad * 4
-        w0, w1, w2, w3 = (
-            simd.load(weights, w), simd.load(weights, w + 16), simd.load(weights, w + 32), simd.load(weights, w + 48)
-        )
-        a0 = simd.fma(w0, simd.load_broadcast(x, k), a0)
-        a1 = simd.fma(w1, simd.load_broadcast(x, k + 1), a1)
-        a2 = simd.fma(w2, simd.load_broadcast(x, k + 2), a2)
-        a3 = simd.fma(w3, simd.load_broadcast(x, k + 3), a3)
-        k += stride
-        b0 = simd.fma(w0, simd.load_broadcast(x, k), b0)
-        b1 = simd.fma(w1, simd.load_broadcast(x, k + 1), b1)
-        b2 = simd.fma(w2, simd.load_broadcast(x, k + 2), b2)
-        b3 = simd.fma(w3, simd.load_broadcast(x, k + 3), b3)
-        k += stride
-        c0 = simd.fma(w0, simd.load_broadcast(x, k), c0)
-        c1 = simd.fma(w1, simd.load_broadcast(x, k + 1), c1)
-        c2 = simd.fma(w2, simd.load_broadcast(x, k + 2), c2)
-        c3 = simd.fma(w3, simd.load_broadcast(x, k + 3), c3)
-        k += stride
-        d0 = simd.fma(w0, simd.load_broadcast(x, k), d0)
-        d1 = simd.fma(w1, simd.load_broadcast(x, k + 1), d1)
-        d2 = simd.fma(w2, simd.load_broadcast(x, k + 2), d2)
-        d3 = simd.fma(w3, simd.load_broadcast(x, k + 3), d3)
-    at = token * ROWS
-    simd.store(sums, at, simd.add(simd.load(sums, at), simd.add(simd.add(a0, a1), simd.add(a2, a3))))
-    simd.store(sums, at + 16, simd.add(simd.load(sums, at + 16), simd.add(simd.add(b0, b1), simd.add(b2, b3))))
-    simd.store(sums, at + 32, simd.add(simd.load(sums, at + 32), simd.add(simd.add(c0, c1), simd.add(c2, c3))))
-    simd.store(sums, at + 48, simd.add(simd.load(sums, at + 48), simd.add(simd.add(d0, d1), simd.add(d2, d3))))
 
 
 @njit(forceinline=True)

@@ -11,9 +11,9 @@ import numpy as np
 from numba import cuda
 
 import cudapools
+from cells import CELL_F16, CELL_INT8, PAGE, Q4_BYTES, Q4_CODES, Q4_VALUES, SCALE_GROUP, SEGMENT
 from cudablock import EMPTY, MAX_THREADS, block_sum, inverse_rms, nearest, product
 from cudapools import empty, launch, launch_rows
-from kernels_cpu import CELL_F16, CELL_INT8, PAGE, SCALE_GROUP, SEGMENT
 
 MAX_HEAD = 256  # widest head: shared rows of attention
 GROUP = 4  # query heads that share one reading of a cell
@@ -52,17 +52,17 @@ def _q4_0_code(value, inverse):
 @cuda.jit(device=True)
 def _store_q4_0(x, t, head, block, codes, halves, page, slot):
     peak = np.float32(0)
-    for k in range(block * 32, block * 32 + 32):
+    for k in range(block * Q4_VALUES, (block + 1) * Q4_VALUES):
         if abs(x[t, head, k]) > abs(peak):
             peak = x[t, head, k]
     d, inverse = peak / np.float32(-8), np.float32(0)
     if d != np.float32(0):
         inverse = np.float32(1) / d
-    halves[page, head, slot, block * 9] = np.float16(d)
+    halves[page, head, slot, block * (Q4_BYTES // 2)] = np.float16(d)
     for k in range(16):
-        low = _q4_0_code(x[t, head, block * 32 + k], inverse)
-        high = _q4_0_code(x[t, head, block * 32 + k + 16], inverse)
-        codes[page, head, slot, block * 18 + 2 + k] = np.uint8(low | np.int32(high << np.int32(4)))
+        low = _q4_0_code(x[t, head, block * Q4_VALUES + k], inverse)
+        high = _q4_0_code(x[t, head, block * Q4_VALUES + k + 16], inverse)
+        codes[page, head, slot, block * Q4_BYTES + Q4_CODES + k] = np.uint8(low | np.int32(high << np.int32(4)))
 
 
 @cuda.jit(device=True)
@@ -99,7 +99,7 @@ def _append_kernel(storage, x, units, first_cell, table, codes, halves, scales, 
 def append_cells(storage, x, first_cell, codes, scales):
     """Store x float32 [T, heads, D] in cells first_cell.. of one pool; codes and scales are `cudapools.Cells`."""
     width = x.shape[2]
-    units = {CELL_F16: width, CELL_INT8: width // SCALE_GROUP}.get(storage, width // 32)
+    units = {CELL_F16: width, CELL_INT8: width // SCALE_GROUP}.get(storage, width // Q4_VALUES)
     codes.before_append(first_cell, x.shape[0])
     cudapools.forget_copies()
     launch(_append_kernel, x.shape[0] * x.shape[1] * units, storage, x, units, first_cell, codes.table,
@@ -119,12 +119,12 @@ def _cell_value(storage, codes, halves, scales, page, head, slot, k):
         if code > 127:
             code = np.int32(code - 256)
         return np.float32(code) * np.float32(scales[page, head, slot, k // SCALE_GROUP])
-    block, at = k // 32, k % 32
-    byte = np.int32(codes[page, head, slot, block * 18 + 2 + at % 16])
+    block, at = k // Q4_VALUES, k % Q4_VALUES
+    byte = np.int32(codes[page, head, slot, block * Q4_BYTES + Q4_CODES + at % 16])
     if at >= 16:
         byte = np.int32(byte >> np.int32(4))
     code = np.int32(np.int32(byte & np.int32(15)) - np.int32(8))
-    return np.float32(halves[page, head, slot, block * 9]) * np.float32(code)
+    return np.float32(halves[page, head, slot, block * (Q4_BYTES // 2)]) * np.float32(code)
 
 
 @cuda.jit(device=True)

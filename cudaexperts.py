@@ -32,10 +32,6 @@ LENT_ROWS = 4
 LENT = 8  # matrices that are brought in for one launch
 
 
-class ExpertError(Exception):
-    """Experts that cannot be placed as asked, in one line."""
-
-
 def pack_experts(kind, raw, n_cols, *, round_x=False):
     """`pack` for the experts of a layer, in host memory: `place_experts` finds out how many the device takes."""
     return cpuproducts.pack(kind, raw, n_cols)
@@ -234,7 +230,7 @@ def place_experts(parts: list, ranking: list[list[int]] | None, asked_bytes: int
 
     `parts` have packs gate_up (two) and down, which are replaced; `ranking` lists each part's experts, those first that
     are worth a slot. Room is asked_bytes, or, where 0, all that is free but reserved_bytes and a margin.
-    Raises ExpertError where asked_bytes hold no expert of each layer.
+    Raises ValueError where asked_bytes hold no expert of each layer.
     """
     n_experts = parts[0].down.n_matrices
     of_matrices = [[matrix_bytes(pack) for pack in (*part.gate_up, part.down)] for part in parts]
@@ -242,7 +238,7 @@ def place_experts(parts: list, ranking: list[list[int]] | None, asked_bytes: int
     room = asked_bytes or max(0, free_bytes() - reserved_bytes - MARGIN_BYTES)
     n_slots = _slots(sizes, n_experts, room, lent_bytes)
     if asked_bytes and not n_slots[-1]:
-        raise ExpertError(
+        raise ValueError(
             f"{asked_bytes >> 20} MiB are too few for one expert of each of {len(parts)} layers:"
             f" {-(-(sum(sizes) + lent_bytes) >> 20)} are the least"
         )

@@ -17,7 +17,7 @@ import numpy as np
 from numba import config, cuda
 from numba.cuda.cudadrv.driver import CudaAPIError
 
-from kernels_cpu import PAGE
+from cells import PAGE, Residency
 
 THREADS = 128  # of a block; a power of two, at most 256 (tests in the simulator lower it)
 MAX_BLOCKS = 1 << 16
@@ -82,9 +82,6 @@ def to_host(array):
     return array.copy_to_host()
 
 
-host_copy = to_host
-
-
 def copy(array):
     """A copy on the device."""
     out = cuda.device_array(array.shape, array.dtype)
@@ -99,13 +96,6 @@ def assign(out, source):
 
 
 # --- K/V pools ----------------------------------------------------------------------------------------------------
-
-
-class Residency(NamedTuple):
-    """How many pages of a layer stay on the device (all of the others in pinned host memory); ring: only the last."""
-
-    n_slots: int
-    ring: bool = False
 
 
 class Views(NamedTuple):
@@ -354,10 +344,10 @@ def kv_ring_restore(page_map: PageMap, n_tokens: int) -> None:
     page_map.fill_ring(n_tokens)
 
 
-def settle(part: Cells, n_tokens: int) -> None:
-    """Bring a layer's slots in line with its pools, of which `part` is one, after a rewind or a restore."""
+def settle(pool: Cells, n_tokens: int) -> None:
+    """Bring a layer's slots in line with its pools, of which `pool` is one, after a rewind or a restore."""
     _STAGING.wait()
-    page_map = part.page_map
+    page_map = pool.page_map
     if page_map is None:
         return
     if page_map.ring:

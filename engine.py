@@ -9,7 +9,6 @@ prompt), sessionstate.py (a conversation as a file).
 import os
 import re
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,12 +19,13 @@ import backend
 import controlvector
 import resources
 import sessionstate
+from cells import FORMATS, CellFormat, formats_for
 from conversations import MIB, Conversations
 from expertprofile import ExpertProfile
 from fingerprint import Config, FingerprintError, ModelFile, Rope, config_fingerprint, model_fingerprint
 from generation import FatalError, Generation
 from jit import KERNELS
-from kvcache import FORMATS, Cache, CellFormat, formats_for
+from kvcache import Cache
 from model import Model
 from modelconfig import ModelConfig, ModelError
 from modelfile import GgufError, embedded_model
@@ -75,15 +75,13 @@ class Engine:
 
     options: EngineOptions
     config: ModelConfig
-    backend: str
-    operations: object  # the backend's
+    ops: backend.Backend
     model: Model
     end_ids: frozenset[int]  # tokens that end an answer
     turn_start_id: int | None
     max_context: int
     cell_format: CellFormat
     spec: int  # tokens that the model is asked about at once, 1 without a draft layer
-    n_threads: int
     cvec_digest: int  # of the control vector, 0 without one
     identification: Identification
     experts: object | None  # where a device has room for some of them
@@ -98,51 +96,44 @@ class Engine:
         except GgufError as error:
             raise ModelError(str(error)) from error
         notes: list[str] = []
-        name, operations = _choose_backend(options, notes.append)
+        ops = _load_backend(options, notes.append)
         try:
-            file = load_model(path, operations, log, round_x=options.activations == "int8")
-        except operations.DEVICE_ERRORS as error:
+            file = load_model(path, ops, log, round_x=options.activations == "int8")
+            ops.check_widths(file.config.head_dim, file.config.idx_dim, file.config.gdn_state)
+        except backend.BackendError as error:
+            raise ModelError(str(error)) from error
+        except ops.errors as error:
             raise ModelError(f"the weights do not fit the device ({error}): use --backend cpu") from error
         for note in notes:  # not before a model that cannot be used has had its one line
             log(note)
-        config, team = file.config, None
-        if name == "cuda":
-            _check_widths(operations, config)
+        config = file.config
         max_context = _max_context(options.max_context, config.n_ctx, log)
         cell_format = _cell_format(options.kv, config.head_dim)
         spec = _window(options.spec, config.n_draft, log)
-        n_threads = _n_threads(options.threads, log)
         directions, cvec_digest = _load_directions(options.control_vector, config)
-        if name == "cpu":
-            operations, team = operations.operations(n_threads)
-        configuration = _configuration(options, config, name, max_context, spec, cvec_digest)
+        configuration = _configuration(options, config, ops.name, max_context, spec, cvec_digest)
         identification = Identification(file.paths, configuration)
         experts = profile = None
-        if parts := _experts_to_place(options, name, file.weights.expert_parts, log):
+        if parts := _experts_to_place(options, ops, file.weights.expert_parts, log):
             profile = _expert_profile(options.expert_profile_save, identification, len(parts), config.n_expert, log)
             reserved = config.cache_shape(max_context, cell_format).device_bytes(options.kv_resident)
-            experts = _place_experts(options, operations, parts, profile, reserved, n_threads, log)
-        engine = cls(
+            experts = _place_experts(options, ops, parts, profile, reserved, log)
+        return cls(
             options=options,
             config=config,
-            backend=name,
-            operations=operations,
-            model=Model(config, file.weights, operations, directions),  # behind the experts, whose places it takes over
+            ops=ops,
+            model=Model(config, file.weights, ops, directions),  # behind the experts, whose places it takes over
             end_ids=file.end_ids,
             turn_start_id=file.turn_start_id,
             max_context=max_context,
             cell_format=cell_format,
             spec=spec,
-            n_threads=n_threads,
             cvec_digest=cvec_digest,
             identification=identification,
             experts=experts,
             expert_profile=profile,
             log=log,
         )
-        if team:
-            weakref.finalize(engine, team.close)
-        return engine
 
     @property
     def n_vocab(self) -> int:
@@ -171,7 +162,7 @@ class Engine:
             "context": str(self.max_context),
             "kv": self.options.kv,
             "kv_resident": str(self.options.kv_resident),
-            "backend": self.backend,
+            "backend": self.ops.name,
             "model": self.config.name,
             "n_vocab": str(self.n_vocab),
             "spec": str(self.spec),
@@ -193,8 +184,8 @@ class Engine:
         n_tokens, n_resident = n_tokens or self.max_context, self.options.kv_resident
         shape = self.config.cache_shape(n_tokens, self.cell_format)
         try:
-            return Cache(shape, self.operations, n_resident)
-        except self.operations.DEVICE_ERRORS as error:
+            return Cache(shape, self.ops, n_resident)
+        except self.ops.errors as error:
             raise ModelError(
                 f"the cells of {n_tokens} tokens do not fit the device ({error}):"
                 " lower --max-context or keep fewer there with --kv-resident"
@@ -232,27 +223,20 @@ def _configuration(options: EngineOptions, c: ModelConfig, backend_name, max_con
     )
 
 
-def _choose_backend(options: EngineOptions, log):
-    """Name and module of the backend, before weights are packed for it."""
+def _load_backend(options: EngineOptions, log) -> backend.Backend:
+    """The backend, before weights are packed for it."""
     try:
-        name, operations = backend.choose(options.backend, log)
+        ops = backend.load(options.backend, _n_threads(options.threads, log), log)
     except backend.BackendError as error:
         raise ModelError(f"--backend {options.backend}: {error}") from error
-    if options.kv_resident and name == "cpu":
+    if options.kv_resident and not ops.own_memory:
         raise ModelError("--kv-resident: only a CUDA backend keeps cells elsewhere; leave it out")
-    return name, operations
+    return ops
 
 
-def _check_widths(operations, config) -> None:
-    try:
-        backend.check_widths(operations, config.head_dim, config.idx_dim, config.gdn_state)
-    except backend.BackendError as error:
-        raise ModelError(str(error)) from error
-
-
-def _experts_to_place(options: EngineOptions, backend_name: str, parts: list, log) -> list:
+def _experts_to_place(options: EngineOptions, ops: backend.Backend, parts: list, log) -> list:
     """The layers whose experts a device may hold; options about them that have no effect are told."""
-    if backend_name != "cpu" and parts:
+    if ops.own_memory and parts:
         return parts
     why = "the CPU computes, where all experts are at hand" if parts else "this model has no experts"
     for name in ("expert_cache_mib", "expert_profile_save"):
@@ -265,14 +249,14 @@ def _expert_profile(path: str | None, identification: Identification, n_layers, 
     return ExpertProfile(path, identification.at_start().model, n_layers, n_experts, log) if path else None
 
 
-def _place_experts(options: EngineOptions, operations, parts: list, profile, reserved: int, n_threads: int, log):
+def _place_experts(options: EngineOptions, ops: backend.Backend, parts: list, profile, reserved: int, log):
     """Experts on the device or beside it, those first that a profile ranks first; `reserved` bytes are for cells."""
     ranking = profile.read() if profile else None
     try:
-        return operations.place_experts(parts, ranking, options.expert_cache_mib * MIB, reserved, n_threads, log)
-    except operations.ExpertError as error:
+        return ops.place_experts(parts, ranking, options.expert_cache_mib * MIB, reserved, ops.n_threads, log)
+    except ValueError as error:
         raise ModelError(f"--expert-cache-mib {options.expert_cache_mib}: {error}") from error
-    except operations.DEVICE_ERRORS as error:
+    except ops.errors as error:
         raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
 
 

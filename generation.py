@@ -78,7 +78,7 @@ class Generation:
         except NotFinite as error:
             self.session.forget(self.resumed)
             raise RequestFailed(f"{error}; {self._who_is_to_blame()}") from error
-        except self.engine.operations.DEVICE_ERRORS as error:
+        except self.engine.ops.errors as error:
             raise FatalError(f"the device failed in a request: {error}") from error
 
     def _who_is_to_blame(self) -> str:

@@ -17,8 +17,8 @@ from numba.core.sigutils import normalize_signature
 from kernelcache import KernelFolder
 
 KERNEL_SOURCES = (
-    "jit.py", "simd.py", "team.py", "packs.py", "cpudecode.py", "cpuproducts.py", "cpuattention.py", "kernels_cpu.py",
-    "cpuexperts.py", "fingerprint.py", "bytecopy.py",
+    "jit.py", "simd.py", "team.py", "packs.py", "cells.py", "cpudecode.py", "cpusums.py", "cpuproducts.py",
+    "cpuattention.py", "kernels_cpu.py", "cpuexperts.py", "fingerprint.py", "bytecopy.py",
 )  # fmt: skip
 KERNELS = KernelFolder([pathlib.Path(__file__).resolve().with_name(name) for name in KERNEL_SOURCES])
 

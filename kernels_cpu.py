@@ -1,53 +1,28 @@
 """The operations of a forward pass on the CPU, in Numba.
 
-It owns the small operations on plain arrays and is the list of all; it knows no layer, no token and no file. Invariant:
+It owns the small operations on plain arrays and the list of all; it knows no layer, no token and no file. Invariant:
 what is computed for a token does not depend on which other tokens stand in the same call or how many threads run it:
-every sum has a fixed order. kernels_cuda.py has the same names. Read next: cpuproducts.py for weights, cpuattention.py
-for attention.
+every sum has a fixed order. Read next: cpuproducts.py for weights, cpuattention.py for attention.
 """
 
 import functools
-import types
 
 import numpy as np
 
 import bytecopy
+import cpuattention
+import cpuproducts
 import simd
-from cpuattention import (  # noqa: F401
-    CELL_F16,
-    CELL_F32,
-    CELL_INT8,
-    CELL_Q4_0,
-    PAGE,
-    SCALE_GROUP,
-    SEGMENT,
-    append_cells,
-    attention,
-    attention_selected,
-    dot,
-    select_blocks,
-)
-from cpuproducts import (  # noqa: F401
-    Pack,
-    expert_matmul,
-    expert_matmul_each,
-    gather_rows,
-    matmul,
-    matmul_each,
-    multiply,
-    pack,
-    product_jobs,
-    together,
-)
+from cells import PAGE
+from cpuattention import append_cells
+from cpuproducts import multiply, product_jobs
+from cpusums import dot, square_sum
 from jit import njit
 from packs import ROWS
 from team import Job, Team, arguments, array_at, awake, begin, given, run_jobs
 
 # --- arrays ---------------------------------------------------------------------------------------------------------
 # A backend whose kernels cannot read the host's memory copies here; this one works where the arrays lie.
-
-
-DEVICE_ERRORS = ()  # what a failing device raises
 
 
 def empty(shape, dtype=np.float32):
@@ -116,21 +91,8 @@ def write_bytes(array, offset, data):
 
 
 @njit
-def _square_sum(x, at, n):
-    total = simd.splat(np.float32(0))
-    for k in range(0, n - n % ROWS, ROWS):
-        value = simd.load(x, at + k)
-        total = simd.fma(value, value, total)
-    rest = np.float32(0)
-    flat = x.ravel()
-    for k in range(n - n % ROWS, n):
-        rest += flat[at + k] * flat[at + k]
-    return simd.sum_lanes(total) + rest
-
-
-@njit
 def _inverse_rms(x, at, n, eps):
-    return np.float32(1) / np.sqrt(_square_sum(x, at, n) / np.float32(n) + eps)
+    return np.float32(1) / np.sqrt(square_sum(x, at, n) / np.float32(n) + eps)
 
 
 @njit
@@ -655,15 +617,35 @@ def greedy_with_share(logits):
     return ids, np.array(share, np.float32)
 
 
-# --- the list on a team -------------------------------------------------------------------------------------------
+# --- the list -----------------------------------------------------------------------------------------------------
+
+def _place_experts(*_):
+    raise NotImplementedError("all experts lie where they are multiplied")
 
 
-def operations(n_threads):
-    """This module's operations on a team of `n_threads`, and the team."""
+def operations(n_threads: int) -> dict:
+    """What a `backend.Backend` needs, by name, on a team of `n_threads`."""
     team = Team(n_threads)
-    shared = (
-        matmul, matmul_each, expert_matmul, expert_matmul_each, swiglu, attention, attention_selected, select_blocks,
-        delta_net,
+    alone = (
+        empty, zeros, from_host, to_host, host_copy, copy, assign, clear, cells, settle, read_bytes, write_bytes,
+        append_cells, store_heads, cpuproducts.pack, cpuproducts.together, cpuproducts.gather_rows, rms_norm,
+        silu_mul, silu_scaled, sigmoid_mul, add_rows, add_scaled_rows, add_bias, split_gate, rope_table,
+        norm_rope_heads, hadamard_heads, pool_keys, conv_silu, norm_gate_heads, mix_streams, inject_streams,
+        repeat_streams, add_to_streams, route, order_by_expert, gather_assigned, combine_experts, ngram_rows,
+        ngram_gate, ngram_conv, push_rows, greedy, greedy_with_share,
     )  # fmt: skip
-    bound = {function.__name__: functools.partial(function, team=team) for function in shared}
-    return types.SimpleNamespace(**(globals() | bound)), team
+    shared_out = (
+        cpuproducts.matmul, cpuproducts.matmul_each, cpuproducts.expert_matmul, cpuproducts.expert_matmul_each,
+        swiglu, cpuattention.attention, cpuattention.attention_selected, cpuattention.select_blocks, delta_net,
+    )  # fmt: skip
+    return {
+        **{function.__name__: function for function in alone},
+        **{function.__name__: functools.partial(function, team=team) for function in shared_out},
+        "pack_experts": cpuproducts.pack,
+        "place_experts": _place_experts,
+        "own_memory": False,
+        "max_head": None,
+        "max_state": None,
+        "errors": (),
+        "close": team.close,
+    }

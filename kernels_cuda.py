@@ -15,37 +15,16 @@ import math
 import numpy as np
 from numba import cuda
 
+import cudaattention
+import cudaexperts
 import cudapools
-from cudaattention import (  # noqa: F401
-    MAX_HEAD,
-    append_cells,
-    attention,
-    attention_selected,
-    pool_keys,
-    select_blocks,
-)
+import cudaproducts
+import kernels_cpu
+from cudaattention import MAX_HEAD, append_cells
 from cudablock import EMPTY, INFINITE, MAX_THREADS, block_sum, inverse_rms, sigmoid
-from cudaexperts import ExpertError, expert_matmul, pack_experts, place_experts  # noqa: F401
-from cudapools import (  # noqa: F401
-    DEVICE_ERRORS,
-    Residency,
-    assign,
-    cells,
-    clear,
-    copy,
-    empty,
-    from_host,
-    host_copy,
-    launch,
-    launch_rows,
-    read_bytes,
-    settle,
-    to_host,
-    write_bytes,
-    zeros,
-)
-from cudaproducts import Pack, gather_rows, matmul, pack  # noqa: F401
-from kernels_cpu import ngram_rows  # noqa: F401
+from cudaexperts import expert_matmul
+from cudapools import empty, launch, launch_rows
+from cudaproducts import matmul
 
 MAX_STATE = 128  # widest state of a gated delta net head
 STATE_COLUMNS = 32  # columns of that state that a block keeps in shared memory
@@ -713,3 +692,30 @@ def greedy_with_share(logits):
     """`greedy`, and the softmax probability of each choice as NumPy float32 [T], 0 where there is none."""
     ids, shares = _choose(logits, True)
     return ids.copy_to_host(), shares.copy_to_host()
+
+
+# --- the list -----------------------------------------------------------------------------------------------------
+
+
+def operations() -> dict:
+    """What a `backend.Backend` needs, by name."""
+    functions = (
+        empty, cudapools.zeros, cudapools.from_host, cudapools.to_host, cudapools.copy, cudapools.assign,
+        cudapools.clear, cudapools.cells, cudapools.settle, cudapools.read_bytes, cudapools.write_bytes, append_cells,
+        store_heads, cudaproducts.pack, cudaexperts.pack_experts, cudaexperts.place_experts, together,
+        cudaproducts.gather_rows, matmul, matmul_each, expert_matmul, expert_matmul_each, swiglu, rms_norm, silu_mul,
+        silu_scaled, sigmoid_mul, add_rows, add_scaled_rows, add_bias, split_gate, rope_table, norm_rope_heads,
+        hadamard_heads, cudaattention.attention, cudaattention.attention_selected, cudaattention.pool_keys,
+        cudaattention.select_blocks, conv_silu, delta_net, norm_gate_heads, mix_streams, inject_streams,
+        repeat_streams, add_to_streams, route, order_by_expert, gather_assigned, combine_experts,
+        kernels_cpu.ngram_rows, ngram_gate, ngram_conv, push_rows, greedy, greedy_with_share,
+    )  # fmt: skip
+    return {
+        **{function.__name__: function for function in functions},
+        "host_copy": cudapools.to_host,
+        "max_head": MAX_HEAD,
+        "max_state": MAX_STATE,
+        "own_memory": True,
+        "errors": cudapools.DEVICE_ERRORS,
+        "close": lambda: None,
+    }

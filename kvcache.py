@@ -11,66 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-import kernels_cpu
-from kernels_cpu import CELL_F16, CELL_F32, CELL_INT8, CELL_Q4_0, PAGE, SCALE_GROUP
-from options import KV_FORMATS
+from cells import PAGE, CellFormat, Residency, head_bytes, scale_bytes
 
 GEOMETRY_SLOTS = (
     "n_embd", "n_layers", "qsa_interval", "ssm_state_size", "ssm_k_heads", "ssm_v_heads", "ssm_d_conv",
     "ssm_conv_channels", "ssm_value_dim", "n_head", "n_head_kv", "head_dim", "idx_q_heads", "idx_key_dim", "hc",
     "hc_lr", "n_expert", "n_ff",
 )  # fmt: skip
-PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
 DRAFT_WINDOW = 32768  # cells that the draft layer looks back over where not all are kept at hand
-
-
-class CellFormat(NamedTuple):
-    """How one layer keeps K and V; `code` is the number in a session file."""
-
-    code: int
-    k_storage: int
-    v_storage: int
-
-    @property
-    def rotate_k(self) -> bool:
-        """Whether K (and so the query) is stored after a Hadamard rotation, which spreads outliers over 4-bit codes."""
-        return self.k_storage == CELL_Q4_0
-
-    @property
-    def rotate_v(self) -> bool:
-        return self.v_storage == CELL_Q4_0
-
-
-FORMATS = {
-    name: CellFormat(code, *storages)
-    for code, (name, storages) in enumerate(
-        zip(
-            KV_FORMATS,
-            ((CELL_F16, CELL_F16), (CELL_INT8, CELL_INT8), (CELL_Q4_0, CELL_Q4_0), (CELL_INT8, CELL_Q4_0)),
-            strict=True,
-        )
-    )
-}
-# Exact K/V, for comparing a forward pass with a float reference; no option offers it and no file may hold it.
-EXACT = CellFormat(-1, CELL_F32, CELL_F32)
-
-
-def head_bytes(storage: int, head_dim: int) -> int:
-    """Bytes of one head's K or V in one cell, scales apart."""
-    sizes = {CELL_F16: 2 * head_dim, CELL_INT8: head_dim, CELL_Q4_0: head_dim // 32 * 18, CELL_F32: 4 * head_dim}
-    return sizes[storage]
-
-
-def scale_bytes(storage: int, head_dim: int) -> int:
-    """Bytes of the float16 scales of one head's K or V in one cell."""
-    return head_dim // SCALE_GROUP * 2 if storage == CELL_INT8 else 0
-
-
-def formats_for(head_dim: int) -> list[str]:
-    """The K/V formats that a head width can be cut into."""
-    power_of_two = head_dim & (head_dim - 1) == 0
-    fits = {CELL_F16: head_dim % 16 == 0, CELL_INT8: head_dim % 64 == 0, CELL_Q4_0: head_dim % 32 == 0 and power_of_two}
-    return [name for name, cells in FORMATS.items() if fits[cells.k_storage] and fits[cells.v_storage]]
 
 
 class CacheShape(NamedTuple):
@@ -268,11 +216,11 @@ class Cache:
     `steered` says whether the control vector enters the passes over it.
     """
 
-    def __init__(self, shape: CacheShape, ops=kernels_cpu, n_resident: int = 0):
+    def __init__(self, shape: CacheShape, ops, n_resident: int = 0):
         """`ops` is the backend whose arrays hold it all; of each layer it keeps n_resident cells at hand, 0: all."""
         self.shape, self._ops = shape, ops
-        trunk = ops.Residency(n_resident // PAGE) if n_resident else None
-        draft = ops.Residency(DRAFT_WINDOW // PAGE, ring=True) if n_resident else None
+        trunk = Residency(n_resident // PAGE) if n_resident else None
+        draft = Residency(DRAFT_WINDOW // PAGE, ring=True) if n_resident else None
         self.pools = [
             LayerPool(shape, shape.cell_format, shape.index_dim, ops, trunk) for _ in range(shape.n_attention)
         ]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 import kvcache
+from cells import PAGE, CellFormat, draft_format
 
 NGRAM_DILATION = 3  # fixed in the architecture, absent from the file
 
@@ -112,10 +113,9 @@ class ModelConfig:
             self.head_dim, self.idx_heads, self.idx_dim, self.hc, self.hc_rank, self.n_expert, self.n_ff,
         )  # fmt: skip
 
-    def cache_shape(self, max_context: int, cell_format: kvcache.CellFormat) -> kvcache.CacheShape:
+    def cache_shape(self, max_context: int, cell_format: CellFormat) -> kvcache.CacheShape:
         """The cache for `max_context` tokens (rounded up to whole pages); the draft layer never keeps hybrid cells."""
         n_attention = sum(self.attention_layers)
-        hybrid = cell_format == kvcache.FORMATS["k8v4"]
         history_rows = (self.ngrams.n_taps - 1) * NGRAM_DILATION if self.ngrams else 0
         return kvcache.CacheShape(
             geometry=self.geometry,
@@ -126,9 +126,9 @@ class ModelConfig:
             head_dim=self.head_dim,
             index_dim=self.idx_dim,
             history_bytes=4 * history_rows * self.streams * self.n_embd,
-            n_cells=-(-max_context // kvcache.PAGE) * kvcache.PAGE,
+            n_cells=-(-max_context // PAGE) * PAGE,
             cell_format=cell_format,
-            draft_format=kvcache.FORMATS["int8"] if hybrid else cell_format,
+            draft_format=draft_format(cell_format),
         )
 
 
@@ -213,12 +213,12 @@ def _indexed(keys: Keys, attention_layers: tuple[bool, ...]) -> bool:
     """Whether attention reads chosen blocks of cells; a page is such a block, so no other size will do."""
     sizes = keys.array("attention.compress_ratios", int, [])
     found = {size for size, attention in zip(sizes, attention_layers, strict=False) if attention}
-    if sizes and (len(sizes) < len(attention_layers) or found not in ({0}, {kvcache.PAGE})):
+    if sizes and (len(sizes) < len(attention_layers) or found not in ({0}, {PAGE})):
         raise ModelError(
             f"{keys.path}: {keys.arch}.attention.compress_ratios gives attention layers {sorted(found)[:9]}, "
-            f"expected 0 or {kvcache.PAGE}, the same in all {sum(attention_layers)}"
+            f"expected 0 or {PAGE}, the same in all {sum(attention_layers)}"
         )
-    return found == {kvcache.PAGE}
+    return found == {PAGE}
 
 
 def _ngrams(keys: Keys, n_vocab: int) -> Ngrams | None:
@@ -334,7 +334,7 @@ def _check_config(path, c: ModelConfig, indexed: bool) -> None:
         (c.n_vocab > 0 and c.n_ctx > 0, f"a vocabulary of {c.n_vocab} and a context of {c.n_ctx}"),
     ]
     if indexed:
-        page, text = kvcache.PAGE, f"an indexer of {c.idx_heads} heads, {c.idx_dim} wide, for {c.idx_top_k} cells"
+        page, text = PAGE, f"an indexer of {c.idx_heads} heads, {c.idx_dim} wide, for {c.idx_top_k} cells"
         checks.append((c.idx_heads > 0 and c.n_rot <= c.idx_dim and c.idx_top_k >= page, text))
         checks.append((c.idx_top_k % page == 0, f"{c.idx_top_k} indexed cells in pages of {page}"))
     if not all(c.attention_layers):

@@ -23,8 +23,8 @@ from modelfile import GgufError, end_token_ids, open_gguf, tokenizer_metadata, t
 class Loader:
     """Tensors of one model, by name, checked and packed; `tensors` maps names to the gguf library's tensors."""
 
-    def __init__(self, path, tensors, backend, log, round_x):
-        self.path, self.tensors, self.backend, self.log, self.round_x = path, tensors, backend, log, round_x
+    def __init__(self, path, tensors, ops, log, round_x):
+        self.path, self.tensors, self.ops, self.log, self.round_x = path, tensors, ops, log, round_x
         self.widened: dict[str, int] = {}  # type name -> bytes of the float32 that replaced it
         self.used: set[str] = set()
 
@@ -79,11 +79,11 @@ class Loader:
             self.widened[tensor_type.name] = self.widened.get(tensor_type.name, 0) + raw.nbytes
         elif tensor_type == GGMLQuantizationType.BF16:
             raw = raw.view(np.uint16)
-        pack = self.backend.pack
+        pack = self.ops.pack
         if len(shape) == 2:
             raw = raw[None]
-        else:  # a backend that cannot hold all experts where it computes says where they wait
-            pack = getattr(self.backend, "pack_experts", pack)
+        else:
+            pack = self.ops.pack_experts
         try:
             return pack(kind, raw.reshape(*raw.shape[:2], -1), shape[-1], round_x=self.round_x)
         except ValueError as error:
@@ -233,10 +233,10 @@ class Weights:
 # --- files to weights ---------------------------------------------------------------------------------------------
 
 
-def load_model(path, backend, log, *, round_x: bool = False) -> LoadedModel:
+def load_model(path, ops, log, *, round_x: bool = False) -> LoadedModel:
     """Load a GGUF file, or all parts of a split one whose first is named.
 
-    `backend` is a kernels module (its pack kinds are named like ggml's types); `log` gets one line a note.
+    `ops` is the backend that will multiply; `log` gets one line a note.
     `round_x` lets products with integer codes round their input to int8.
     """
     try:
@@ -245,7 +245,7 @@ def load_model(path, backend, log, *, round_x: bool = False) -> LoadedModel:
         raise ModelError(str(error)) from error
     tensors = _tensors(path, readers)
     config = read_config(path, readers[0].fields, tensors)
-    loader = Loader(path, tensors, backend, log, round_x)
+    loader = Loader(path, tensors, ops, log, round_x)
     try:
         weights = _load_weights(config, loader)
     except (ValueError, IndexError) as error:
@@ -351,7 +351,7 @@ def _attention(c: ModelConfig, load: Loader, block: str, index: int, indexed: bo
         biases = tuple(load.vector(f"{block}attn_{part}.bias", n) for part, n in rows.items())
     attention = Attention(
         index,
-        load.backend.together(
+        load.ops.together(
             load.matrix(block + "attn_q.weight", q_rows_in_file, c.n_embd),
             load.matrix(block + "attn_k.weight", kv_rows, c.n_embd),
             load.matrix(block + "attn_v.weight", kv_rows, c.n_embd),
@@ -362,7 +362,7 @@ def _attention(c: ModelConfig, load: Loader, block: str, index: int, indexed: bo
         biases,
     )
     if indexed and c.idx_dim:
-        attention.index_kq = load.backend.together(
+        attention.index_kq = load.ops.together(
             load.matrix(block + "indexer.k_proj.weight", c.idx_dim, c.n_embd),
             load.matrix(block + "indexer.q_proj.weight", c.idx_heads * c.idx_dim, c.n_embd),
         )
@@ -375,7 +375,7 @@ def _delta_net(c: ModelConfig, load: Loader, block: str, index: int) -> DeltaNet
     heads, values = c.gdn_v_heads, c.gdn_v_heads * c.gdn_state
     return DeltaNet(
         index,
-        load.backend.together(
+        load.ops.together(
             load.matrix(block + "attn_qkv.weight", c.conv_channels, c.n_embd),
             *_alpha_beta(c, load, block),
             load.matrix(block + "attn_gate.weight", values, c.n_embd),
@@ -396,12 +396,12 @@ def _alpha_beta(c: ModelConfig, load: Loader, block: str):
     packed = load.vector(block + "ssm_ba.weight", 2 * heads, c.n_embd)
     parts = packed.reshape(c.gdn_k_heads, 2, heads // c.gdn_k_heads, c.n_embd)
     rows = (np.ascontiguousarray(parts[:, part]).reshape(1, heads, c.n_embd) for part in (1, 0))
-    return tuple(load.backend.pack(packs.F32, part, c.n_embd) for part in rows)
+    return tuple(load.ops.pack(packs.F32, part, c.n_embd) for part in rows)
 
 
 def _dense(load: Loader, block: str, suffix: str, n_ff: int, n_embd: int) -> FeedForward:
     return FeedForward(
-        load.backend.together(
+        load.ops.together(
             *(load.matrix(f"{block}ffn_{part}{suffix}.weight", n_ff, n_embd) for part in ("gate", "up"))
         ),
         load.matrix(f"{block}ffn_down{suffix}.weight", n_embd, n_ff),
@@ -421,11 +421,11 @@ def _experts(c: ModelConfig, load: Loader, block: str) -> FeedForward:
     shared = load.has(shared_gate) or load.has(block + "ffn_up_shexp.weight")
     row = load.vector(shared_gate, 1, c.n_embd)[None] if shared else None
     return FeedForward(
-        load.backend.together(gate, up),
+        load.ops.together(gate, up),
         load.matrix(block + "ffn_down_exps.weight", c.n_expert, c.n_embd, c.n_ff),
         load.matrix(block + "ffn_gate_inp.weight", c.n_expert, c.n_embd),
         _dense(load, block, "_shexp", c.n_ff_shared, c.n_embd) if shared else None,
-        load.backend.pack(packs.F32, row, c.n_embd) if shared else None,
+        load.ops.pack(packs.F32, row, c.n_embd) if shared else None,
     )
 
 

@@ -2,8 +2,8 @@
 
 One field of a record below is one option: its flag, its key in a config file, its line in `--help` and in the manual
 page, its default and the engine's command line are made from it. This module refuses to know what an option does, and
-needs the standard library alone. Invariant: a record that exists holds only values that its flags would have taken.
-Read next: engine.py, which is started with the one; httpoptions.py, which checks the other further.
+needs cells.py and the standard library alone. Invariant: a record that exists holds only values that its flags would
+have taken. Read next: engine.py, which is started with the one; httpoptions.py, which checks the other further.
 """
 
 import argparse
@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import cells
+
 VERSION = "0.1.0"  # part of every saved file's identity, as another version may compute other bits
 MAX_COUNT = 2**31 - 1  # every number on the command line is held in 32 bits somewhere
 MAX_CONFIG_BYTES = 1 << 20
-KV_FORMATS = ("fp16", "int8", "q4_0", "k8v4")  # by their code in session files: only ever added to
 ACTIVATIONS = ("int8", "float")
 BACKENDS = ("auto", "cpu", "cuda")
 DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at the start
@@ -174,7 +175,7 @@ class EngineOptions(_Record):
     max_context: int | None = _count(
         None, f"cells of context (default: what the model was made for, at most {DEFAULT_CONTEXT})"
     )
-    kv: str = _word(KV_FORMATS, "fp16", "format of K and V (default: {default})")
+    kv: str = _word(cells.NAMES, "fp16", "format of K and V (default: {default})")
     kv_resident: int = _option(
         0,
         "N",

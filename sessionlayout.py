@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+import cells
 from blockfile import BLOCK_BYTES
-from options import KV_FORMATS
 
 START_MARK = b"STRSESS\x01"
 END_MARK = b"STRSEND\x01"
@@ -119,9 +119,9 @@ class KvHeader(NamedTuple):
         """The word for the format code, or the bare code where it has none."""
         rotated = self.format in (ROTATED, ROTATED + 1)
         code = self.format - ROTATED if rotated else self.format
-        if not 0 <= code < len(KV_FORMATS):
+        if not 0 <= code < len(cells.NAMES):
             return f"code {self.format}"
-        return KV_FORMATS[code] + (" rotated" if rotated else "")
+        return cells.NAMES[code] + (" rotated" if rotated else "")
 
 
 class KvSource(Protocol):

@@ -27,7 +27,7 @@ from jit import cfunc, njit
 TURN, DONE, PARKED, END, CALLED, HELPERS, OPERATION, ARGUMENTS = 0, 8, 16, 24, 25, 32, 33, 34
 CLOCK, AWAY, RETURN_AT, RETURNED, STEP = 96, 98, 99, 100, 101  # the caller's own; two words of room for the clock
 CONTROL_WORDS = 104
-SPINS = 200_000  # looks at the word before a helper sleeps: longer than the gap between two operations of a token
+SPINS = 200_000  # polls of the word before a helper sleeps: longer than the gap between two operations of a token
 # A helper that was waited for long has lost its core to another program. When that comes again soon, it is sent away
 # for twice as long as it was waited for, then for four times, and so on: a single loss costs no more than itself, and a
 # core that stays taken is asked for again as often as costs a few per cent.
@@ -237,14 +237,6 @@ def await_jobs(control, helper):
         if (word & 0xFFFFF) < (word >> 20 & 0xFFFFF):
             return True
     return False
-
-
-@njit
-def put(control, operation, arguments):
-    """Set the function of the next operation and its arguments, a tuple of int64."""
-    control[OPERATION] = operation
-    for i in range(len(arguments)):
-        control[ARGUMENTS + i] = arguments[i]
 
 
 def arguments(words: str, reals: str = "") -> np.dtype:

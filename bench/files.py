@@ -29,9 +29,10 @@ from machine import machine_facts, write_figures
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import kernels_cpu
+import backend
 from blockfile import BLOCK_BYTES
-from kvcache import FORMATS, PAGE, CacheShape, LayerPool
+from cells import FORMATS, PAGE
+from kvcache import CacheShape, LayerPool
 from sessionfile import Checkpoint, Identity, Image, Limits, SessionReader, verify_session, write_session
 from sessionstate import StateSink
 
@@ -61,8 +62,8 @@ class Conversation:
         shape = CacheShape(
             GEOMETRY, N_ATTENTION, 0, True, N_HEAD_KV, HEAD_DIM, INDEX_DIM, STATE_BYTES[1], cells, int8, int8
         )
-        widths = [INDEX_DIM] * N_ATTENTION + [0]
-        self.windows = [LayerPool(shape, int8, width, kernels_cpu).window(n_tokens) for width in widths]
+        widths, ops = [INDEX_DIM] * N_ATTENTION + [0], backend.load("cpu", 1, print)
+        self.windows = [LayerPool(shape, int8, width, ops).window(n_tokens) for width in widths]
         state_bytes = (round(STATE_BYTES[0] * state_share), *STATE_BYTES[1:])
         self.states = [StateSink([np.resize(TILE, size) for size in state_bytes]) for _ in range(2)]
         ids = np.random.default_rng(1).integers(0, 150_000, n_tokens, dtype=np.int32)

@@ -2,6 +2,10 @@
 
 import numpy as np
 
+import backend
+
+CPU = backend.load("cpu", 1, print)
+
 ROUNDING = 2.0**-24  # relative error of one float32 operation
 
 

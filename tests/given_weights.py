@@ -4,8 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-import kernels_cpu
-from kvcache import EXACT, Cache
+from cells import EXACT
+from given_kernels import CPU
+from kvcache import Cache
 from model import Model
 from modelconfig import ModelError
 from modelweights import load_model
@@ -19,13 +20,13 @@ def fixture(name: str) -> Path:
 
 
 def load(path, log=lambda line: None):
-    return load_model(path, kernels_cpu, log)
+    return load_model(path, CPU, log)
 
 
 def run(file, ids) -> np.ndarray:
     """Logits of a few tokens, and a draft where there is a draft layer: what loads must also run."""
-    model = Model(file.config, file.weights, kernels_cpu)
-    cache = Cache(file.config.cache_shape(64, EXACT))
+    model = Model(file.config, file.weights, CPU)
+    cache = Cache(file.config.cache_shape(64, EXACT), CPU)
     residual = model.append(cache, np.asarray(ids, np.int32)).residual
     if file.config.n_draft:
         model.draft(cache, residual[:3], np.asarray(ids[1:4], np.int32), 0)

@@ -24,9 +24,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools")
 import cuda_cases
 import gpu_check
 
+import backend
 import cudaexperts
+import cudapools
 import engine as engine_module
-import kernels_cuda as ops
+import kernels_cuda
 import packs
 from engine import ModelError, Session
 from simulated_sessions import CONTEXT, held, new_session, products_of_the_cpu
@@ -35,6 +37,7 @@ from tinyengine import MODELS, ask, ids, next_turn
 assert cudasim.config.ENABLE_CUDASIM
 assert products_of_the_cpu  # a fixture
 
+ops = backend.load("cuda", 1, print)
 EXPERTS, WIDTH, HIDDEN = 5, 64, 32
 MODEL = "qwen3moe"  # two layers of five experts, two used
 
@@ -57,7 +60,7 @@ def slots(monkeypatch):
 @pytest.fixture
 def products_of_experts(monkeypatch, products_of_the_cpu):
     """All products but those of experts are the CPU's, since a pass takes seconds otherwise."""
-    monkeypatch.setattr(ops, "expert_matmul", cudaexperts.expert_matmul)
+    monkeypatch.setattr(kernels_cuda, "expert_matmul", cudaexperts.expert_matmul)
 
 
 def model_options(name: str, **options) -> engine_module.EngineOptions:
@@ -259,7 +262,8 @@ def test_cells_that_experts_leave_no_room_for_are_refused_with_both_remedies(mon
     def fail(*_):
         raise CudaAPIError("CUDA_ERROR_OUT_OF_MEMORY")
 
-    monkeypatch.setattr(ops, "cells", fail)
+    fail.__name__ = "cells"
+    monkeypatch.setattr(cudapools, "cells", fail)
     for asked, ending in ((0, "--kv-resident"), (1, "--kv-resident, or lower --expert-cache-mib")):
         with pytest.raises(ModelError, match=f"cells of {CONTEXT} tokens do not fit the device .*{ending}$"):
             new_session(MODEL, expert_cache_mib=asked)

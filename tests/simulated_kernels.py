@@ -1,4 +1,4 @@
-"""Every CUDA operation against its CPU twin, in Numba's simulator; run by test_kernels_cuda.py in its own process.
+"""Every CUDA operation against its CPU twin, in Numba's simulator; run by test_DEVICE.py in its own process.
 
 Owns: sizes around a warp, odd heads and block sizes. Inputs and tolerances are those of tools/cuda_cases.py, which also
 run on a device. Read next: simulated_residency.py.
@@ -19,8 +19,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools")
 
 import cuda_cases
 
-import kernels_cpu
-import kernels_cuda
+import backend
+from given_kernels import CPU
+
+DEVICE = backend.load("cuda", 1, print)
 
 SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256 columns; the others have 32
 
@@ -37,7 +39,7 @@ def sizes(name: str, n: int) -> cuda_cases.Sizes:
 def test_operation_is_that_of_the_cpu(case, n, monkeypatch):
     small_blocks(monkeypatch, 8 if n < 33 else 32)
     given = sizes(case.name, n)
-    expected, found = (cuda_cases.run_case(case, ops, given) for ops in (kernels_cpu, kernels_cuda))
+    expected, found = (cuda_cases.run_case(case, ops, given) for ops in (CPU, DEVICE))
     assert cuda_cases.largest_error(expected, found, case.tolerance) <= case.tolerance
 
 
@@ -47,7 +49,7 @@ def test_any_power_of_two_of_threads_is_right(name, threads, monkeypatch):
     small_blocks(monkeypatch, threads)
     case = next(case for case in cuda_cases.CASES if case.name == name)
     given = sizes(name, 5)
-    expected, found = (cuda_cases.run_case(case, ops, given) for ops in (kernels_cpu, kernels_cuda))
+    expected, found = (cuda_cases.run_case(case, ops, given) for ops in (CPU, DEVICE))
     assert cuda_cases.largest_error(expected, found, case.tolerance) <= case.tolerance
 
 
@@ -57,7 +59,7 @@ def test_odd_numbers_of_heads(kv_heads, group, head_dim, monkeypatch):
     given = cuda_cases.SMALL._replace(n=7, kv_heads=kv_heads, group=group, head_dim=head_dim)
     for case in cuda_cases.CASES:
         if case.name in ("attention[fp16]", "attention[q4_0]", "attention_selected[fp16]"):
-            expected, found = (cuda_cases.run_case(case, ops, given) for ops in (kernels_cpu, kernels_cuda))
+            expected, found = (cuda_cases.run_case(case, ops, given) for ops in (CPU, DEVICE))
             assert cuda_cases.largest_error(expected, found, case.tolerance) <= case.tolerance
 
 
@@ -68,10 +70,10 @@ def test_the_simulator_is_on():
 def test_a_product_has_the_same_bits_in_any_company(monkeypatch):
     small_blocks(monkeypatch, 32)
     rng = np.random.default_rng(0)
-    weights, x = cuda_cases.pack(kernels_cuda, rng, "Q4_0", 1, 5, 96), cuda_cases.normal(rng, 11, 96)
-    together = cuda_cases.into(kernels_cuda, kernels_cuda.matmul, (11, 5), weights, x)[0]
+    weights, x = cuda_cases.pack(DEVICE, rng, "Q4_0", 1, 5, 96), cuda_cases.normal(rng, 11, 96)
+    together = cuda_cases.into(DEVICE, DEVICE.matmul, (11, 5), weights, x)[0]
     for token in range(11):
-        alone = cuda_cases.into(kernels_cuda, kernels_cuda.matmul, (1, 5), weights, x[token : token + 1])[0]
+        alone = cuda_cases.into(DEVICE, DEVICE.matmul, (1, 5), weights, x[token : token + 1])[0]
         np.testing.assert_array_equal(alone[0], together[token])
 
 
@@ -80,7 +82,7 @@ def test_attention_has_the_same_bits_however_its_segments_are_spread(monkeypatch
     small_blocks(monkeypatch, 8)
     given = cuda_cases.SMALL._replace(n=270, kv_heads=1, group=1, head_dim=32)
     case = next(case for case in cuda_cases.CASES if case.name == "attention[fp16]")
-    alone, together = cuda_cases.run_case(case, kernels_cuda, given)
+    alone, together = cuda_cases.run_case(case, DEVICE, given)
     np.testing.assert_array_equal(alone[0], together[-1])
-    expected = cuda_cases.run_case(case, kernels_cpu, given)
+    expected = cuda_cases.run_case(case, CPU, given)
     assert cuda_cases.largest_error(expected, [alone, together], case.tolerance) <= case.tolerance

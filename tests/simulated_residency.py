@@ -20,13 +20,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools")
 import cuda_cases
 import gpu_check
 
+import backend
 import cudapools
-import kernels_cuda as ops
-from kernels_cpu import PAGE
-from kvcache import EXACT, FORMATS, CacheShape, LayerPool
+from cells import EXACT, FORMATS, PAGE, Residency
+from kvcache import CacheShape, LayerPool
 
 assert cudasim.config.ENABLE_CUDASIM
 
+ops = backend.load("cuda", 1, print)
 HEADS, GROUP, WIDTH, PAGES = 2, 2, 32, 14
 SHAPE = CacheShape(
     geometry=(0,) * 18, n_attention=1, n_recurrent=0, has_draft=False, n_head_kv=HEADS, head_dim=WIDTH, index_dim=0,
@@ -44,7 +45,7 @@ class Layer:
     """One layer's pools with the calls that a forward pass makes."""
 
     def __init__(self, n_slots: int | None, *, ring: bool = False):
-        residency = None if n_slots is None else ops.Residency(n_slots, ring)
+        residency = None if n_slots is None else Residency(n_slots, ring)
         self.pool = LayerPool(SHAPE, FORMATS["fp16"], 0, ops, residency)
 
     @property

@@ -15,7 +15,7 @@ import pytest
 from numba.cuda.cudadrv.driver import CudaAPIError
 
 import backend
-import kernels_cpu
+import cpuproducts
 import kernels_cuda
 import kvcache
 import options as options_module
@@ -39,20 +39,20 @@ def small(monkeypatch):
     monkeypatch.setattr(kvcache, "DRAFT_WINDOW", 4)
 
 
-def _host_pack(weights) -> kernels_cpu.Pack:
-    return kernels_cpu.Pack(weights.kind, weights.bytes._ary, weights.n_rows, weights.n_cols, weights.n_matrices)
+def _host_pack(weights) -> cpuproducts.Pack:
+    return cpuproducts.Pack(weights.kind, weights.bytes._ary, weights.n_rows, weights.n_cols, weights.n_matrices)
 
 
 @pytest.fixture
 def products_of_the_cpu(monkeypatch):
-    monkeypatch.setattr(
-        kernels_cuda, "matmul", lambda weights, x, out: kernels_cpu.matmul(_host_pack(weights), x._ary, out._ary)
-    )
-    monkeypatch.setattr(
-        kernels_cuda,
-        "expert_matmul",
-        lambda weights, x, offsets, out: kernels_cpu.expert_matmul(_host_pack(weights), x._ary, offsets._ary, out._ary),
-    )
+    def matmul(weights, x, out):
+        cpuproducts.matmul(_host_pack(weights), x._ary, out._ary)
+
+    def expert_matmul(weights, x, offsets, out):
+        cpuproducts.expert_matmul(_host_pack(weights), x._ary, offsets._ary, out._ary)
+
+    monkeypatch.setattr(kernels_cuda, "matmul", matmul)
+    monkeypatch.setattr(kernels_cuda, "expert_matmul", expert_matmul)
 
 
 def new_session(name: str = "qwen4exp", **options) -> Session:
@@ -77,7 +77,7 @@ def test_greedy_tokens_are_those_of_the_cpu(name, n_prompt):
     on_cpu = new_session(name, backend="cpu", activations="float")
     expected = ask(on_cpu, prompt, 3)
     session = new_session(name)
-    assert session.engine.backend == "cuda"
+    assert session.engine.ops.name == "cuda"
     assert ask(session, prompt, 3).tokens == expected.tokens
     for found, wanted in zip(session.cache.state.on_host(), on_cpu.cache.state.on_host(), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
@@ -140,7 +140,7 @@ def test_a_device_that_fails_in_a_request_is_fatal(monkeypatch):
         raise CudaAPIError("CUDA_ERROR_ECC_UNCORRECTABLE")
 
     session = new_session("qwen2")
-    monkeypatch.setattr(kernels_cuda, "rms_norm", fail)
+    monkeypatch.setattr(session.engine.ops, "rms_norm", fail)
     with pytest.raises(FatalError, match="the device failed in a request: CUDA_ERROR_ECC_UNCORRECTABLE"):
         ask(session, ids(5), 2)
     assert session.n_tokens == 0
@@ -151,7 +151,7 @@ def test_cells_that_do_not_fit_the_device_are_refused_at_start(monkeypatch):
         raise CudaAPIError("CUDA_ERROR_OUT_OF_MEMORY")
 
     engine = new_engine("qwen2", backend="cuda", max_context=CONTEXT)
-    monkeypatch.setattr(kernels_cuda, "cells", fail)
+    monkeypatch.setattr(engine.ops, "cells", fail)
     with pytest.raises(ModelError, match=r"cells of 48 tokens do not fit the device .*OUT_OF_MEMORY.*--kv-resident"):
         engine.new_cache()
 
@@ -165,4 +165,4 @@ def test_too_few_resident_cells_are_refused():
                                               ((64, 32, 256), "recurrent head")])  # fmt: skip
 def test_heads_wider_than_the_kernels_are_refused(widths, text):
     with pytest.raises(backend.BackendError, match=f"{text} of width {max(widths)} does not fit"):
-        backend.check_widths(kernels_cuda, *widths)
+        backend.load("cuda", 1, print).check_widths(*widths)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cpuexperts
-import kernels_cpu
+import cpuproducts
 import packs
 from team import Team
 
@@ -24,17 +24,17 @@ def team(request):
     team.close()
 
 
-def pack_of(kind: str, n_cols: int) -> kernels_cpu.Pack:
+def pack_of(kind: str, n_cols: int) -> cpuproducts.Pack:
     raw = cuda_cases.random_weights(np.random.default_rng(4), kind, len(COUNTS), ROWS, n_cols)
-    return kernels_cpu.pack(packs.NUMBERS[kind], raw, n_cols)
+    return cpuproducts.pack(packs.NUMBERS[kind], raw, n_cols)
 
 
-def weights_of(pack: kernels_cpu.Pack, expert: int) -> np.ndarray:
+def weights_of(pack: cpuproducts.Pack, expert: int) -> np.ndarray:
     """An expert's matrix in float64."""
     size = -(-ROWS // packs.ROWS) * pack.group_bytes
     alone = dataclasses.replace(pack, data=pack.data[expert * size : (expert + 1) * size], n_matrices=1)
     out = np.empty((ROWS, pack.n_cols), np.float32)
-    kernels_cpu.gather_rows(alone, np.arange(ROWS), out)
+    cpuproducts.gather_rows(alone, np.arange(ROWS), out)
     return out.astype(np.float64)
 
 

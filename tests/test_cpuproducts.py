@@ -16,7 +16,9 @@ from cuda_cases import FLOATS, KINDS, random_weights
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-import kernels_cpu as ops
+import backend
+import cpuproducts as ops
+import kernels_cpu
 import packs
 import simd
 from cpuproducts import Pack
@@ -132,10 +134,10 @@ def test_product_does_not_depend_on_threads(kind):
     raw, x = random_weights(rng, kind, 1, 130, 512), normal(rng, 67, 512)
     weights, results = packed(kind, raw, 512), []
     for n_threads in range(1, 5):
-        operations, team = ops.operations(n_threads)
+        loaded = backend.load("cpu", n_threads, print)
         out = np.empty((len(x), 130), np.float32)
-        operations.matmul(weights, x, out)
-        team.close()
+        loaded.matmul(weights, x, out)
+        loaded.close()
         results.append(out)
     for other in results[1:]:
         np.testing.assert_array_equal(other, results[0])
@@ -221,8 +223,8 @@ def test_swiglu_is_two_products_and_a_gate(n_tokens, threads):
     gate, up = (packed("Q4_1", random_weights(rng, "Q4_1", 1, 96, 64), 64, True) for _ in range(2))
     down, x = packed("Q8_0", random_weights(rng, "Q8_0", 1, 64, 96), 96, True), normal(rng, n_tokens, 64)
     out, gated = np.full_like(x, np.nan), matmul(gate, x)
-    ops.swiglu(ops.together(gate, up), down, x, out)
-    ops.silu_mul(gated, matmul(up, x), gated)
+    kernels_cpu.swiglu(ops.together(gate, up), down, x, out)
+    kernels_cpu.silu_mul(gated, matmul(up, x), gated)
     np.testing.assert_array_equal(out, matmul(down, gated))
 
 
@@ -247,15 +249,15 @@ def test_activations_of_float_weights_are_never_rounded(kind):
 
 FREED_MEMORY = """
 import numpy as np, sys
-import cuda_cases, kernels_cpu as ops, packs
+import backend, cuda_cases, packs
 rng = np.random.default_rng(0)
+ops = backend.load("cpu", 2, print)
 weights = ops.pack(packs.NUMBERS["Q8_0"], cuda_cases.random_weights(rng, "Q8_0", 1, 48, 512), 512, round_x=True)
 x = cuda_cases.normal(rng, 700, 512)
-operations, team = ops.operations(2)
 out = np.empty((700, 48), np.float32)
-operations.matmul(weights, x, out)
+ops.matmul(weights, x, out)
 sys.stdout.buffer.write(out.tobytes())
-team.close()
+ops.close()
 """
 
 

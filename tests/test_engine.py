@@ -760,9 +760,9 @@ def test_threads_follow_what_the_process_may_use(monkeypatch):
     monkeypatch.setattr(engine_module.resources, "all_processors", lambda: 8)
     log = []
     engine = Engine.load(EngineOptions(model=str(MODELS / "llama.gguf"), backend="cpu"), log.append)
-    assert (engine.n_threads, log) == (1, [])
+    assert (engine.ops.n_threads, log) == (1, [])
     engine = Engine.load(EngineOptions(model=str(MODELS / "llama.gguf"), backend="cpu", threads=3), log.append)
-    assert engine.n_threads == 1
+    assert engine.ops.n_threads == 1
     assert log == ["--threads 3 is taken as 1: this process's affinity lets no more run at once"]
     with pytest.raises(ModelError, match="--threads 9: this machine runs at most 8"):
         Engine.load(EngineOptions(model=str(MODELS / "llama.gguf"), backend="cpu", threads=9))

@@ -15,7 +15,6 @@ import sys
 import pytest
 
 import backend
-import kernels_cpu
 
 TESTS = pathlib.Path(__file__).resolve().parent
 TOOLS = TESTS.parent / "tools"
@@ -75,19 +74,19 @@ def test_a_machine_without_a_driver_computes_on_the_cpu_and_says_so(monkeypatch)
 
     monkeypatch.setattr(backend.ctypes, "CDLL", no_driver)
     lines = []
-    assert backend.choose("auto", lines.append) == ("cpu", kernels_cpu)
+    assert backend.load("auto", 1, lines.append).name == "cpu"
     assert lines == ["no CUDA driver was found: computing on the CPU"]
-    assert backend.choose("cpu", lines.append) == ("cpu", kernels_cpu)
+    assert backend.load("cpu", 1, lines.append).name == "cpu"
     assert len(lines) == 1
     with pytest.raises(backend.BackendError, match="no CUDA backend: no CUDA driver was found"):
-        backend.choose("cuda", lines.append)
+        backend.load("cuda", 1, lines.append)
 
 
 def test_a_driver_without_its_package_is_named(monkeypatch):
     monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
     lines = []
-    assert backend.choose("auto", lines.append)[0] == "cpu"
+    assert backend.load("auto", 1, lines.append).name == "cpu"
     assert lines == ["numba-cuda is not installed (pip install 'strata-engine[cuda]'): computing on the CPU"]
 
 
@@ -101,7 +100,7 @@ def test_a_driver_without_the_compiler_is_named(monkeypatch):
     monkeypatch.setattr(backend.ctypes, "CDLL", lambda name: None)
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", not_found)
     with pytest.raises(backend.BackendError, match=r"CUDA's run-time compiler \(NVRTC\) is not installed"):
-        backend.choose("cuda", print)
+        backend.load("cuda", 1, print)
 
 
 @needs_compiler
@@ -112,7 +111,7 @@ def test_a_driver_without_a_device_is_named(monkeypatch):
     monkeypatch.setattr(cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda, "cuda_error", lambda: "CUDA_ERROR_NO_DEVICE")
     lines = []
-    assert backend.choose("auto", lines.append) == ("cpu", kernels_cpu)
+    assert backend.load("auto", 1, lines.append).name == "cpu"
     assert lines == ["no CUDA device answers (CUDA_ERROR_NO_DEVICE): computing on the CPU"]
 
 

@@ -8,7 +8,10 @@ for what the bytes mean, test_sessionstate.py for how they reach a file.
 import numpy as np
 import pytest
 
-from kvcache import EXACT, FORMATS, GEOMETRY_SLOTS, PARTS, Cache, CacheShape, Snapshot, formats_for
+import sessionlayout
+from cells import EXACT, FORMATS, formats_for
+from given_kernels import CPU
+from kvcache import GEOMETRY_SLOTS, Cache, CacheShape, Snapshot
 
 HEADS, WIDTH, INDEX = 2, 128, 32
 # Bytes of one head's K, V, scales of K and scales of V in one cell of WIDTH values.
@@ -67,7 +70,7 @@ def ids(n: int) -> np.ndarray:
 @pytest.mark.parametrize(("n_tokens", "pages", "rows"), [(0, 0, 0), (1, 1, 1), (3, 1, 1), (4, 1, 2), (5, 2, 2)])
 @pytest.mark.parametrize("kv", FORMATS)
 def test_a_window_has_the_sizes_of_the_file_format(kv, n_tokens, pages, rows):
-    *trunk, draft = Cache(shape_of(kv)).windows(n_tokens)
+    *trunk, draft = Cache(shape_of(kv), CPU).windows(n_tokens)
     assert len(trunk) == 2
     sizes = [4 * pages * HEADS * size for size in CELL_BYTES[kv]]
     for window in trunk:
@@ -77,11 +80,11 @@ def test_a_window_has_the_sizes_of_the_file_format(kv, n_tokens, pages, rows):
     sizes = [4 * pages * HEADS * size for size in CELL_BYTES[in_draft]]
     assert draft.header == (CODES[in_draft], 4 * pages, HEADS, WIDTH, 4, 0, 0)
     assert draft.part_sizes == (*sizes, 0)
-    assert len(PARTS) == len(draft.part_sizes)
+    assert len(sessionlayout.KV_PARTS) == len(draft.part_sizes)
 
 
 def test_the_whole_cache_is_one_window_and_its_spare_row():
-    cache = Cache(shape_of("int8"))
+    cache = Cache(shape_of("int8"), CPU)
     window = cache.windows(16)[0]
     assert window.part_sizes == (16 * 2 * 128, 16 * 2 * 128, 16 * 2 * 4, 16 * 2 * 4, 5 * INDEX * 4)
     pools = 3 * (16 * 2 * (128 + 128 + 4 + 4)) + 2 * 5 * INDEX * 4
@@ -92,7 +95,7 @@ def test_the_whole_cache_is_one_window_and_its_spare_row():
 @pytest.mark.parametrize("kv", CELL_BYTES)
 def test_a_shape_tells_the_bytes_of_its_cache(kv, changes, monkeypatch):
     shape = shape_of(kv, **changes)
-    assert shape.device_bytes() == Cache(shape).size_bytes
+    assert shape.device_bytes() == Cache(shape, CPU).size_bytes
     monkeypatch.setattr("kvcache.DRAFT_WINDOW", 8)
     in_draft = CELL_BYTES["int8" if kv == "k8v4" else kv] if shape.has_draft else (0,)
     # Of 16 cells each of the two layers keeps the 4 of one page, the draft layer 8.
@@ -104,7 +107,7 @@ def test_running_state_has_the_sizes_of_the_file_format():
     shape = shape_of()
     gdn = 3 * (8 * 8 * 6 + 80 * 3) * 4
     assert shape.state_sizes == (gdn, 4 * 9 * 64, 2 * 3 * INDEX * 4, 2 * INDEX * 4, 2 * 4)
-    state = Cache(shape).state
+    state = Cache(shape, CPU).state
     assert tuple(array.nbytes for array in state.arrays) == shape.state_sizes
     assert [array.dtype for array in state.arrays] == [np.float32] * 4 + [np.int32]
     assert state.recurrent(2).shape == (6, 8, 8)
@@ -125,7 +128,7 @@ def test_state_of_the_largest_model_of_the_family():
 
 
 def test_views_of_the_running_state_cover_it_once():
-    state = Cache(shape_of()).state
+    state = Cache(shape_of(), CPU).state
     views = [view(index) for index in range(3) for view in (state.recurrent, state.conv)]
     views += [view(index) for index in range(2) for view in (state.tail, state.spare_key)]
     for view in views:
@@ -144,7 +147,7 @@ def test_views_of_the_running_state_cover_it_once():
     ],
 )
 def test_a_part_that_a_model_lacks_takes_no_bytes(changes, sizes, windows):
-    cache = Cache(shape_of(**changes))
+    cache = Cache(shape_of(**changes), CPU)
     assert cache.shape.state_sizes == sizes
     assert len(cache.windows(5)) == windows
     assert (cache.draft_pool is None) == (not cache.shape.has_draft)
@@ -199,7 +202,7 @@ def read_all(window) -> list[bytes]:
 
 @pytest.mark.parametrize("kv", FORMATS)
 def test_a_window_reads_the_first_bytes_of_each_part(kv):
-    cache = Cache(shape_of(kv))
+    cache = Cache(shape_of(kv), CPU)
     fill(cache)
     for window, pool in zip(cache.windows(5), [*cache.pools, cache.draft_pool], strict=True):
         arrays = (pool.k[:2], pool.v[:2], pool.k_scale[:2], pool.v_scale[:2], pool.pooled[:2])
@@ -208,7 +211,7 @@ def test_a_window_reads_the_first_bytes_of_each_part(kv):
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
 def test_pieces_read_are_the_whole_and_pieces_written_reach_the_pool(size):
-    source, target = Cache(shape_of("k8v4")), Cache(shape_of("k8v4"))
+    source, target = Cache(shape_of("k8v4"), CPU), Cache(shape_of("k8v4"), CPU)
     fill(source)
     for window, sink in zip(source.windows(11), target.windows(11), strict=True):
         for part, part_size in enumerate(window.part_sizes):
@@ -229,7 +232,7 @@ def test_pieces_read_are_the_whole_and_pieces_written_reach_the_pool(size):
 
 
 def test_only_commit_rewind_and_zero_move_the_number_of_tokens():
-    cache = Cache(shape_of())
+    cache = Cache(shape_of(), CPU)
     cache.commit(ids(5))
     for name, value in (("n_tokens", 3), ("ids", ids(3))):
         with pytest.raises(AttributeError):
@@ -245,7 +248,7 @@ def test_only_commit_rewind_and_zero_move_the_number_of_tokens():
 
 
 def test_tokens_are_counted_in_order_and_block_positions_with_them():
-    cache = Cache(shape_of())
+    cache = Cache(shape_of(), CPU)
     for n, first in ((3, 0), (1, 3), (6, 4)):
         cache.commit(ids(10)[first : first + n])
         assert cache.ids.tolist() == ids(first + n).tolist()
@@ -256,7 +259,7 @@ def test_tokens_are_counted_in_order_and_block_positions_with_them():
 
 
 def test_the_spare_key_stands_behind_the_last_complete_block():
-    cache = Cache(shape_of())
+    cache = Cache(shape_of(), CPU)
     random_state(cache)
     for n in range(1, 17):
         for pool in cache.pools:
@@ -268,7 +271,7 @@ def test_the_spare_key_stands_behind_the_last_complete_block():
 
 
 def test_a_snapshot_is_a_copy_of_tokens_and_state_and_holds_no_cell():
-    cache = Cache(shape_of())
+    cache = Cache(shape_of(), CPU)
     random_state(cache)
     cache.commit(ids(6))
     snapshot = cache.capture()
@@ -286,7 +289,7 @@ def test_a_snapshot_is_a_copy_of_tokens_and_state_and_holds_no_cell():
 
 
 def test_a_rewind_restores_tokens_state_and_spare_key_and_leaves_cells():
-    cache = Cache(shape_of())
+    cache = Cache(shape_of(), CPU)
     random_state(cache)
     cache.commit(ids(6))
     snapshot = cache.capture()
@@ -305,7 +308,7 @@ def test_a_rewind_restores_tokens_state_and_spare_key_and_leaves_cells():
 
 
 def test_a_rewind_may_go_forward_where_a_restore_has_filled_the_pools():
-    cache = Cache(shape_of())
+    cache = Cache(shape_of(), CPU)
     state = [np.arange(size // 4, dtype=np.float32) for size in cache.shape.state_sizes[:4]]
     cache.rewind(Snapshot(ids(13), *state, np.array([12, 12], np.int32)))
     assert cache.n_tokens == 13
@@ -315,7 +318,7 @@ def test_a_rewind_may_go_forward_where_a_restore_has_filled_the_pools():
 
 
 def test_zero_forgets_tokens_and_state():
-    cache = Cache(shape_of())
+    cache = Cache(shape_of(), CPU)
     random_state(cache)
     cache.commit(ids(6))
     cache.zero()

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kernels_cpu
-from kvcache import EXACT, FORMATS, PAGE, Cache
+from cells import EXACT, FORMATS, PAGE
+from given_kernels import CPU
+from kvcache import Cache
 from model import Model
 from modelweights import load_model
 from reference import ReferenceModel
@@ -29,8 +30,8 @@ ROOM = 320  # cells
 
 @functools.cache
 def load(name: str) -> Model:
-    file = load_model(DATA / f"{name}.gguf", kernels_cpu, log=lambda line: None)
-    return Model(file.config, file.weights, kernels_cpu)
+    file = load_model(DATA / f"{name}.gguf", CPU, log=lambda line: None)
+    return Model(file.config, file.weights, CPU)
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def fixture(name: str):
 
 
 def fresh(model: Model, cell_format=EXACT) -> Cache:
-    return Cache(model.config.cache_shape(ROOM, cell_format))
+    return Cache(model.config.cache_shape(ROOM, cell_format), CPU)
 
 
 def read(model: Model, cache: Cache, ids, size: int | None = None) -> np.ndarray:
@@ -129,7 +130,7 @@ def test_scaled_rotary_positions(factors, monkeypatch):
     plain, (ids, _) = load("llama"), fixture("llama")
     config = dataclasses.replace(plain.config, rope_factor=2.5)
     weights = dataclasses.replace(plain.weights, rope_factors=factors)
-    model, divisor = Model(config, weights, kernels_cpu), 2.5 * (1 if factors is None else factors.astype(np.float64))
+    model, divisor = Model(config, weights, CPU), 2.5 * (1 if factors is None else factors.astype(np.float64))
     assert config.n_rot == 16
 
     def rope(self, x, positions):
@@ -148,7 +149,7 @@ def test_a_control_vector_is_added_behind_each_layer(name, monkeypatch):
     directions = (
         np.random.default_rng(2).standard_normal((plain.config.n_layers, plain.config.n_embd)).astype(np.float32)
     )
-    model, block = Model(plain.config, plain.weights, kernels_cpu, directions), ReferenceModel._block
+    model, block = Model(plain.config, plain.weights, CPU, directions), ReferenceModel._block
 
     def steered(self, run, layer, mixer):
         block(self, run, layer, mixer)
@@ -274,7 +275,7 @@ def test_an_emptied_cache_is_a_new_one():
 
 def test_tokens_that_do_not_fit_are_refused_and_nothing_changes():
     model, (ids, _) = load("qwen4exp"), fixture("qwen4exp")
-    cache = Cache(model.config.cache_shape(22, EXACT))
+    cache = Cache(model.config.cache_shape(22, EXACT), CPU)
     assert cache.shape.n_cells == 24
     read(model, cache, ids[:20])
     before = held(cache)

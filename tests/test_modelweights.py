@@ -16,11 +16,11 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quantize
 
-import kernels_cpu
 import modelweights
 import packs
+from cells import EXACT
+from given_kernels import CPU
 from given_weights import MODELS, fixture, load, loaded_or_refused, run
-from kvcache import EXACT
 from modelconfig import read_config
 from modelfile import open_gguf
 from modelweights import Loader
@@ -224,7 +224,7 @@ def test_the_note_on_widened_types_counts_their_memory():
     block = quantize(np.ones((1, 128), np.float32), GGMLQuantizationType.Q5_1)
     data = np.tile(block, (rows, 1))
     tensor = SimpleNamespace(shape=[128, rows], data=data, tensor_type=GGMLQuantizationType.Q5_1)
-    loader = Loader("x.gguf", {"a": tensor, "b": tensor}, kernels_cpu, lines.append, False)
+    loader = Loader("x.gguf", {"a": tensor, "b": tensor}, CPU, lines.append, False)
     matrices = [loader.matrix(name, rows, 128) for name in "ab"]
     loader.report()
     assert {matrix.kind for matrix in matrices} == {packs.F32}

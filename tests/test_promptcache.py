@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import generation
+from cells import FORMATS
 from engine import Session
-from kvcache import FORMATS, Cache, CacheShape, Snapshot
+from given_kernels import CPU
+from kvcache import Cache, CacheShape, Snapshot
 from promptcache import Checkpoints, ParkingLot, Timeline, best_offer, is_prefix
 from tinyengine import TURN, ask, new_session, trunk
 
@@ -129,7 +131,7 @@ def lot_of(budget_bytes=10**6, n_slots=3, floor_bytes=0, available=lambda: 10**9
 
 def filled(n_tokens: int, seed: int = 0, used: int = 0) -> Timeline:
     """A conversation whose cells and tokens are arbitrary bytes."""
-    cache, rng = Cache(SHAPE), np.random.default_rng(seed)
+    cache, rng = Cache(SHAPE, CPU), np.random.default_rng(seed)
     cache.commit(rng.integers(0, 99, n_tokens, dtype=np.int32))
     for window in cache.windows(n_tokens):
         for part, size in enumerate(window.part_sizes):

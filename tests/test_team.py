@@ -8,7 +8,7 @@ from numba import types
 
 import team as teams
 from jit import njit
-from team import ARGUMENTS, CALLED, DONE, PARKED, RETURN_AT, STEP, Job, Team, awake, control_array, put, run_jobs
+from team import ARGUMENTS, CALLED, DONE, PARKED, RETURN_AT, STEP, Job, Team, awake, control_array, run_jobs
 
 N_JOBS = 8
 OWNER, MARKS, SLOW_NS = ARGUMENTS, ARGUMENTS + 1, ARGUMENTS + 1 + N_JOBS
@@ -58,7 +58,8 @@ def run(team: Team, slow_ns: int = 0) -> tuple[int, int]:
     """All jobs once; how many the caller did, and how many the helper."""
     control, over = awake(team), threading.Event()
     waking = threading.Thread(target=lambda: [team.wake() for _ in iter(over.is_set, True)])
-    put(control, _JOB.address, (_thread(), *[0] * N_JOBS, slow_ns))
+    control[teams.OPERATION] = _JOB.address
+    control[ARGUMENTS : SLOW_NS + 1] = (_thread(), *[0] * N_JOBS, slow_ns)
     waking.start()  # a helper may fall asleep just as the caller begins to wait for it
     run_jobs(control, N_JOBS)
     over.set()

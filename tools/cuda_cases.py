@@ -15,14 +15,13 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import kernels_cpu as host
 import packs
+from cells import FORMATS, PAGE, head_bytes, scale_bytes
 
 EPS = np.float32(1e-6)
 KINDS = tuple(packs.NUMBERS)
 FLOATS = tuple(name for name, number in packs.NUMBERS.items() if not packs.CODED[number])
-STORAGES = {"fp16": (host.CELL_F16, host.CELL_F16), "int8": (host.CELL_INT8, host.CELL_INT8),
-            "q4_0": (host.CELL_Q4_0, host.CELL_Q4_0), "k8v4": (host.CELL_INT8, host.CELL_Q4_0)}  # fmt: skip
+STORAGES = {name: form[1:] for name, form in FORMATS.items()}
 
 
 class Sizes(NamedTuple):
@@ -206,16 +205,12 @@ def hadamard_heads(ops, rng, s: Sizes):
 # --- cells and attention ------------------------------------------------------------------------------------------
 
 
-def head_bytes(storage: int, width: int) -> int:
-    return {host.CELL_F16: 2 * width, host.CELL_INT8: width, host.CELL_Q4_0: width // 32 * 18}[storage]
-
-
 def layer_cells(ops, s: Sizes, storages, n_cells: int, residency=None):
     """Pools k, k_scale, v, v_scale for n_cells cells."""
     sizes = []
     for storage in storages:
-        sizes += [head_bytes(storage, s.head_dim), s.head_dim // 32 if storage == host.CELL_INT8 else 0]
-    return ops.cells(-(-n_cells // host.PAGE), s.kv_heads, sizes, residency)
+        sizes += [head_bytes(storage, s.head_dim), scale_bytes(storage, s.head_dim)]
+    return ops.cells(-(-n_cells // PAGE), s.kv_heads, sizes, residency)
 
 
 def pool_bytes(ops, pool) -> np.ndarray:
@@ -275,8 +270,8 @@ def attention_selected(ops, rng, s: Sizes, name: str):
 
 def _some_pages(rng, position: int) -> np.ndarray:
     """Half of the complete pages before a token, and its own."""
-    complete = np.flatnonzero(rng.random((position + 1) // host.PAGE) < 0.5)
-    own = [(position + 1) // host.PAGE] if (position + 1) % host.PAGE else []
+    complete = np.flatnonzero(rng.random((position + 1) // PAGE) < 0.5)
+    own = [(position + 1) // PAGE] if (position + 1) % PAGE else []
     return np.append(complete, own).astype(np.int32) if len(complete) or own else np.zeros(1, np.int32)
 
 

@@ -66,19 +66,21 @@ def noted_kernels(only: str = "") -> dict:
     """Kernel name -> (dispatcher, distinct signatures) over all cases."""
     import cuda_cases
 
+    import backend
     import cudapools
     import kernels_cuda
 
     noted: dict = {}
+    ops = backend.Backend("cuda", 1, **kernels_cuda.operations())
     with launches_noted(noted), mock.patch.object(cudapools, "SIMULATED", True):
         for item in cuda_cases.CASES:
             if only in item.name:
                 # Few and many tokens, and more cells than one segment, take kernels of their own.
                 for n in (2, 33, 300 if "attention" in item.name else 33):
-                    cuda_cases.run_case(item, kernels_cuda, cuda_cases.SMALL._replace(n=n))
+                    cuda_cases.run_case(item, ops, cuda_cases.SMALL._replace(n=n))
         if not only:
             for ring in (False, True):
-                cuda_cases.residency_round(kernels_cuda, np.random.default_rng(0), cuda_cases.SMALL, ring)
+                cuda_cases.residency_round(ops, np.random.default_rng(0), cuda_cases.SMALL, ring)
     return {name: (dispatcher, list(dict.fromkeys(signatures))) for name, (dispatcher, signatures) in noted.items()}
 
 

@@ -28,14 +28,17 @@ from numba import cuda
 from rich.console import Console
 from rich.table import Table
 
+import backend
 import cudapools
-import kernels_cpu
-import kernels_cuda as ops
+import kernels_cuda
 import packs
 import resources
-from kvcache import FORMATS, CacheShape, LayerPool
+from cells import FORMATS, Residency
+from kvcache import CacheShape, LayerPool
 from sessionlayout import Checkpoint, Identity, Image, Limits
 
+ops = backend.Backend("cuda", resources.usable_cores(), **kernels_cuda.operations())
+host = backend.load("cpu", resources.usable_cores(), print)
 GIB = 1 << 30
 SESSION_BYTES = 1_200_000_000
 # The attention layer of cuda_cases.REAL: 24 query heads over 2 K/V heads of 256.
@@ -67,7 +70,7 @@ def check_kernels(console: Console, sizes) -> list[dict]:
         many = cuda_cases.MANY_CELLS if item.name.startswith(("attention", "select", "pool")) else sizes.n
         for n in (1, 33, many):
             given = sizes._replace(n=n)
-            expected, found = (cuda_cases.run_case(item, backend, given) for backend in (kernels_cpu, ops))
+            expected, found = (cuda_cases.run_case(item, one, given) for one in (host, ops))
             worst = max(worst, cuda_cases.largest_error(expected, found, item.tolerance))
         row = {"case": item.name, "error": worst, "tolerance": item.tolerance, "largest_n": many,
                "ok": worst <= item.tolerance, "seconds": time.perf_counter() - started}  # fmt: skip
@@ -289,7 +292,7 @@ def check_sessions(folder: str, session_bytes: int = SESSION_BYTES, n_slots: int
     rows, n_layers = [], 12
     cell_bytes = 2 * LAYER["kv_heads"] * (LAYER["head_dim"] + LAYER["head_dim"] // 32)
     n_cells = session_bytes // (n_layers * cell_bytes) // 4 * 4
-    modes = {"resident": None, "streamed": ops.Residency(n_slots), "ring": ops.Residency(n_slots, True)}
+    modes = {"resident": None, "streamed": Residency(n_slots), "ring": Residency(n_slots, True)}
     for mode, residency in modes.items():
         pools = [new_layer("int8", n_cells, residency) for _ in range(n_layers)]
         others = [LayerPool(_shape(FORMATS["int8"], 1, n_cells), FORMATS["int8"], 0, ops, residency) for _ in pools]
