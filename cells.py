@@ -68,6 +68,7 @@ FORMATS = {
 # Exact K/V, for comparing a forward pass with a float reference; no option offers it and no file may hold it.
 EXACT = CellFormat(-1, CELL_F32, CELL_F32)
 NAMES = tuple(FORMATS)  # by their code
+ROTATED = 16  # added to the code of fp16 or int8 by the reference engine where K and V were rotated
 
 
 def draft_format(trunk: CellFormat) -> CellFormat:
@@ -85,3 +86,24 @@ class Residency(NamedTuple):
 
     n_slots: int
     ring: bool = False
+
+
+class KvHeader(NamedTuple):
+    """One layer's cells, as a session file describes them."""
+
+    format: int
+    cells: int
+    heads: int
+    head_dim: int
+    page_size: int
+    pooled_rows: int
+    idx_dim: int
+
+    @property
+    def format_name(self) -> str:
+        """The word for the format code, or the bare code where it has none."""
+        rotated = self.format in (ROTATED, ROTATED + 1)
+        code = self.format - ROTATED if rotated else self.format
+        if not 0 <= code < len(NAMES):
+            return f"code {self.format}"
+        return NAMES[code] + (" rotated" if rotated else "")

@@ -452,74 +452,92 @@ def _block_scores_kernel(queries, pooled, n, scores):
         scores[t, b] = total
 
 
+@cuda.jit(device=True)
+def _count_bytes(scores, t, n, shift, prefix, histogram):
+    """How often each byte at `shift` comes among the scores whose bytes above it are those of `prefix`."""
+    for bucket in range(cuda.threadIdx.x, 256, cuda.blockDim.x):
+        histogram[bucket] = np.int32(0)
+    cuda.syncthreads()
+    for b in range(cuda.threadIdx.x, n, cuda.blockDim.x):
+        bits = scores[t, b]
+        # Two shifts, since one by 32 is undefined.
+        above_byte = np.int32(np.int32(bits >> np.int32(shift)) >> np.int32(8))
+        if above_byte == np.int32(np.int32(prefix >> np.int32(shift)) >> np.int32(8)):
+            cuda.atomic.add(histogram, np.int32(np.int32(bits >> np.int32(shift)) & np.int32(255)), 1)
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def _find_limit(scores, t, n, keep, histogram, state):
+    """The bits of the score of rank `keep`, and how many of that score are among the largest: a byte at a time."""
+    if cuda.threadIdx.x == 0:
+        state[0], state[1] = np.int32(0), np.int32(keep)  # bits of the limit so far; how many are still wanted
+    cuda.syncthreads()
+    for shift in range(24, -1, -8):
+        prefix = state[0]
+        _count_bytes(scores, t, n, shift, prefix, histogram)
+        if cuda.threadIdx.x == 0:
+            bucket, wanted = 255, state[1]
+            while histogram[bucket] < wanted:
+                wanted = np.int32(wanted - histogram[bucket])
+                bucket -= 1
+            state[0] = np.int32(prefix | np.int32(np.int32(bucket) << np.int32(shift)))
+            state[1] = wanted
+        cuda.syncthreads()
+    return state[0], state[1]
+
+
+@cuda.jit(device=True)
+def _write_largest(scores, t, n, limit, ties, above, equal, blocks):
+    """Every thread writes what its own run of blocks adds, behind that of the threads before it."""
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    run = (n + threads - 1) // threads
+    first, last = min(thread * run, n), min((thread + 1) * run, n)
+    n_above, n_equal = np.int32(0), np.int32(0)
+    for b in range(first, last):
+        if scores[t, b] > limit:
+            n_above = np.int32(n_above + 1)
+        elif scores[t, b] == limit:
+            n_equal = np.int32(n_equal + 1)
+    above[thread] = n_above
+    equal[thread] = n_equal
+    cuda.syncthreads()
+    n_above, n_equal = np.int32(0), np.int32(0)
+    for other in range(thread):
+        n_above = np.int32(n_above + above[other])
+        n_equal = np.int32(n_equal + equal[other])
+    for b in range(first, last):
+        if scores[t, b] > limit:
+            blocks[t, n_above + min(n_equal, ties)] = b
+            n_above = np.int32(n_above + 1)
+        elif scores[t, b] == limit:
+            if n_equal < ties:
+                blocks[t, n_above + n_equal] = b
+            n_equal = np.int32(n_equal + 1)
+    cuda.syncthreads()
+
+
 @cuda.jit
 def _select_kernel(scores, position, keep, blocks, counts):
     """The `keep` largest of a token's complete blocks, ascending, ties to the lowest, and the open block behind them.
 
-    A block a token; scores int32 [T, n]: the bits of floats >= 0, which sort like the floats. The limit is found a byte
-    at a time from the top (shared: a histogram of 256), then every thread writes what its own run of blocks adds.
+    A block per token; scores int32 [T, n]: the bits of floats >= 0, which sort like the floats.
     Twin: select_blocks, the same indices for the same scores.
     """
     histogram = cuda.shared.array(256, np.int32)
     state = cuda.shared.array(2, np.int32)
     above = cuda.shared.array(MAX_THREADS, np.int32)
     equal = cuda.shared.array(MAX_THREADS, np.int32)
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
     for t in range(cuda.blockIdx.x, counts.shape[0], cuda.gridDim.x):
         n = (position + t + 1) // PAGE
         m = min(n, keep)
         if n <= keep:
-            for b in range(thread, n, threads):
+            for b in range(cuda.threadIdx.x, n, cuda.blockDim.x):
                 blocks[t, b] = b
         else:
-            if thread == 0:
-                state[0], state[1] = np.int32(0), np.int32(keep)  # bits of the limit so far; how many are still wanted
-            for shift in range(24, -1, -8):
-                for bucket in range(thread, 256, threads):
-                    histogram[bucket] = np.int32(0)
-                cuda.syncthreads()
-                prefix = state[0]
-                for b in range(thread, n, threads):
-                    bits = scores[t, b]
-                    # Two shifts, since one by 32 is undefined.
-                    above_byte = np.int32(np.int32(bits >> np.int32(shift)) >> np.int32(8))
-                    if above_byte == np.int32(np.int32(prefix >> np.int32(shift)) >> np.int32(8)):
-                        cuda.atomic.add(histogram, np.int32(np.int32(bits >> np.int32(shift)) & np.int32(255)), 1)
-                cuda.syncthreads()
-                if thread == 0:
-                    bucket, wanted = 255, state[1]
-                    while histogram[bucket] < wanted:
-                        wanted = np.int32(wanted - histogram[bucket])
-                        bucket -= 1
-                    state[0] = np.int32(prefix | np.int32(np.int32(bucket) << np.int32(shift)))
-                    state[1] = wanted
-                cuda.syncthreads()
-            limit, ties = state[0], state[1]
-            run = (n + threads - 1) // threads
-            first, last = min(thread * run, n), min((thread + 1) * run, n)
-            n_above, n_equal = np.int32(0), np.int32(0)
-            for b in range(first, last):
-                if scores[t, b] > limit:
-                    n_above = np.int32(n_above + 1)
-                elif scores[t, b] == limit:
-                    n_equal = np.int32(n_equal + 1)
-            above[thread] = n_above
-            equal[thread] = n_equal
-            cuda.syncthreads()
-            n_above, n_equal = np.int32(0), np.int32(0)
-            for other in range(thread):
-                n_above = np.int32(n_above + above[other])
-                n_equal = np.int32(n_equal + equal[other])
-            for b in range(first, last):
-                if scores[t, b] > limit:
-                    blocks[t, n_above + min(n_equal, ties)] = b
-                    n_above = np.int32(n_above + 1)
-                elif scores[t, b] == limit:
-                    if n_equal < ties:
-                        blocks[t, n_above + n_equal] = b
-                    n_equal = np.int32(n_equal + 1)
-            cuda.syncthreads()
-        if thread == 0:
+            limit, ties = _find_limit(scores, t, n, keep, histogram, state)
+            _write_largest(scores, t, n, limit, ties, above, equal, blocks)
+        if cuda.threadIdx.x == 0:
             if (position + t + 1) % PAGE:
                 blocks[t, m] = n
                 m += 1

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cells import PAGE, CellFormat, Residency, head_bytes, scale_bytes
+from cells import PAGE, CellFormat, KvHeader, Residency, head_bytes, scale_bytes
 
 GEOMETRY_SLOTS = (
     "n_embd", "n_layers", "qsa_interval", "ssm_state_size", "ssm_k_heads", "ssm_v_heads", "ssm_d_conv",
@@ -19,6 +19,15 @@ GEOMETRY_SLOTS = (
     "hc_lr", "n_expert", "n_ff",
 )  # fmt: skip
 DRAFT_WINDOW = 32768  # cells that the draft layer looks back over where not all are kept at hand
+
+
+class StateArray(NamedTuple):
+    """One array of the running state, flat; one that no kernel reads stays in the host's memory."""
+
+    name: str
+    dtype: type
+    size: int
+    read_by_kernels: bool = True
 
 
 class CacheShape(NamedTuple):
@@ -44,16 +53,21 @@ class CacheShape(NamedTuple):
         return g["ssm_state_size"] ** 2 * g["ssm_v_heads"] + g["ssm_conv_channels"] * taps
 
     @property
-    def state_sizes(self) -> tuple[int, int, int, int, int]:
-        """Bytes of gdn, ple, tails, dead, block_pos."""
+    def state(self) -> tuple[StateArray, ...]:
+        """What folds a prefix into fixed size, in the order of a session file."""
         indexed = self.n_attention if self.index_dim else 0
         return (
-            4 * self.n_recurrent * self.recurrent_floats,
-            self.history_bytes,
-            4 * indexed * (PAGE - 1) * self.index_dim,
-            4 * indexed * self.index_dim,
-            4 * indexed,
+            StateArray("gdn", np.float32, self.n_recurrent * self.recurrent_floats),
+            StateArray("ple", np.float32, self.history_bytes // 4),
+            StateArray("tails", np.float32, indexed * (PAGE - 1) * self.index_dim),
+            StateArray("dead", np.float32, indexed * self.index_dim),
+            StateArray("block_pos", np.int32, indexed, read_by_kernels=False),
         )
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Bytes of each array of the running state."""
+        return tuple(array.size * np.dtype(array.dtype).itemsize for array in self.state)
 
     @property
     def folds_nothing(self) -> bool:
@@ -105,9 +119,9 @@ class PoolWindow:
     def __init__(self, pool: LayerPool, n_tokens: int):
         pages = -(-n_tokens // PAGE)
         rows = n_tokens // PAGE + 1 if pool.index_dim and n_tokens else 0
-        self.header = (
-            pool.format.code, pages * PAGE, pool.k.shape[1], pool.head_dim, PAGE, rows, pool.index_dim,
-        )  # fmt: skip
+        self.header = KvHeader(
+            pool.format.code, pages * PAGE, pool.k.shape[1], pool.head_dim, PAGE, rows, pool.index_dim
+        )
         self._ops, self._arrays = pool.ops, (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.pooled)
         used = (pages, pages, pages, pages, rows)
         self.part_sizes = tuple(
@@ -126,15 +140,11 @@ class PoolWindow:
 class Snapshot(NamedTuple):
     """Everything that folds a prefix into fixed size, with the prefix itself; immutable.
 
-    gdn, ple, tails, dead float32 and block_pos int32, all flat, in the layout of `RunningState`.
+    `arrays` are NumPy copies of those of `RunningState`, in the order of `CacheShape.state`.
     """
 
     ids: np.ndarray
-    gdn: np.ndarray
-    ple: np.ndarray
-    tails: np.ndarray
-    dead: np.ndarray
-    block_pos: np.ndarray
+    arrays: tuple[np.ndarray, ...]
 
     @property
     def n_tokens(self) -> int:
@@ -142,12 +152,12 @@ class Snapshot(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return sum(array.nbytes for array in self)
+        return self.ids.nbytes + sum(array.nbytes for array in self.arrays)
 
     @property
     def folds_nothing(self) -> bool:
         """Whether there is no state beside the tokens, so that every start of them is a snapshot too."""
-        return not any(array.nbytes for array in self[1:])
+        return not any(array.nbytes for array in self.arrays)
 
     def start(self, n_tokens: int) -> "Snapshot":
         """The snapshot of the first `n_tokens`; where state is folded, there is no other than the whole."""
@@ -159,9 +169,10 @@ class RunningState:
     """The arrays that every token changes; flat, so that a capture is one copy each."""
 
     def __init__(self, shape: CacheShape, ops):
-        self._ops, sizes = ops, shape.state_sizes
-        self.gdn, self.ple, self.tails, self.dead = (ops.zeros(size // 4) for size in sizes[:4])
-        self.block_pos = np.zeros(sizes[4] // 4, np.int32)  # only files hold it: no kernel reads it
+        self._ops = ops
+        self._arrays = {a.name: (ops if a.read_by_kernels else np).zeros(a.size, a.dtype) for a in shape.state}
+        self._placed = [(self._arrays[a.name], a.read_by_kernels) for a in shape.state]
+        self.gdn, self.ple, self.block_pos = (self._arrays[name] for name in ("gdn", "ple", "block_pos"))
         g = dict(zip(GEOMETRY_SLOTS, shape.geometry, strict=True))
         self._layer_floats = shape.recurrent_floats
         self._recurrent = (g["ssm_v_heads"], g["ssm_state_size"], g["ssm_state_size"])
@@ -169,26 +180,27 @@ class RunningState:
 
     @property
     def arrays(self) -> tuple:
-        return self.gdn, self.ple, self.tails, self.dead, self.block_pos
+        return tuple(self._arrays.values())
 
     def on_host(self) -> tuple[np.ndarray, ...]:
         """The arrays as NumPy ones, the state's own where the backend works on the host's memory."""
-        return *(self._ops.to_host(array) for array in self.arrays[:4]), self.block_pos
+        return tuple(self._ops.to_host(a) if there else a for a, there in self._placed)
 
     def capture(self) -> tuple[np.ndarray, ...]:
         """The arrays as NumPy copies."""
-        return *(self._ops.host_copy(array) for array in self.arrays[:4]), self.block_pos.copy()
+        return tuple(self._ops.host_copy(a) if there else a.copy() for a, there in self._placed)
 
     def fill(self, saved) -> None:
         """Overwrite the arrays with NumPy ones of the same sizes."""
-        for array, data in zip(self.arrays[:4], saved[:4], strict=True):
-            self._ops.assign(array, data)
-        self.block_pos[:] = saved[4]
+        for (array, there), data in zip(self._placed, saved, strict=True):
+            if there:
+                self._ops.assign(array, data)
+            else:
+                array[:] = data
 
     def zero(self) -> None:
-        for array in self.arrays[:4]:
-            self._ops.clear(array)
-        self.block_pos.fill(0)
+        for array, there in self._placed:
+            self._ops.clear(array) if there else array.fill(0)
 
     def recurrent(self, index: int):
         """State [value heads, S_key, S_value] of the index-th gated delta net layer, a view."""
@@ -203,11 +215,11 @@ class RunningState:
     def tail(self, index: int):
         """Raw index keys [3, D] of the open block of the index-th attention layer, a view."""
         size = (PAGE - 1) * self._index_dim
-        return self.tails[index * size : (index + 1) * size].reshape(PAGE - 1, self._index_dim)
+        return self._arrays["tails"][index * size : (index + 1) * size].reshape(PAGE - 1, self._index_dim)
 
-    def spare_key(self, index: int):
+    def dead_key(self, index: int):
         """The key [D] that stands for the open block of the index-th attention layer, a view."""
-        return self.dead[index * self._index_dim : (index + 1) * self._index_dim]
+        return self._arrays["dead"][index * self._index_dim : (index + 1) * self._index_dim]
 
 
 class Cache:
@@ -261,28 +273,28 @@ class Cache:
         self._ids[self._n_tokens : end] = ids
         self._n_tokens = end
         self.state.block_pos[:] = end // PAGE * PAGE
-        self._place_spare_keys()
+        self._place_dead_keys()
 
     def capture(self) -> Snapshot:
         """A copy of the running state and its tokens; cells are not in it, they are addressed by position."""
-        return Snapshot(self.ids.copy(), *self.state.capture())
+        return Snapshot(self.ids.copy(), self.state.capture())
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot whose cells the pools still hold; later cells are overwritten by what is read next."""
-        self.state.fill(snapshot[1:])
+        self.state.fill(snapshot.arrays)
         self._n_tokens = snapshot.n_tokens
         self._ids[: self._n_tokens] = snapshot.ids
         for pool in self._all_pools:
             self._ops.settle(pool.k, self._n_tokens)
-        self._place_spare_keys()
+        self._place_dead_keys()
 
     def zero(self) -> None:
         """Forget everything."""
         self.state.zero()
         self._n_tokens = 0
 
-    def _place_spare_keys(self) -> None:
+    def _place_dead_keys(self) -> None:
         # The row behind the last complete block stands for the open one; longer or discarded text may have used it.
         if self.shape.index_dim:
             for index, pool in enumerate(self.pools):
-                self._ops.assign(pool.pooled[self._n_tokens // PAGE], self.state.spare_key(index))
+                self._ops.assign(pool.pooled[self._n_tokens // PAGE], self.state.dead_key(index))

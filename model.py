@@ -79,7 +79,7 @@ class Model:
             self._delta_scan(layer, *inputs, state.conv(index), state.recurrent(index))
         for index, raw in window.index_keys.items():
             layer = self._mixers(Attention)[index]
-            tail, dead = state.tail(index), state.spare_key(index)
+            tail, dead = state.tail(index), state.dead_key(index)
             self._pool_keys(layer, raw[:n_keep], cache.n_tokens, tail, dead, cache.pools[index])
         if window.ngrams is not None:
             self.ops.push_rows(self._ngram_history(cache), window.ngrams[:n_keep])
@@ -233,7 +233,7 @@ class Model:
         """Fold the tokens' index keys and choose the pages that each of them reads."""
         c, ops, n_tokens = self.config, self.ops, x.shape[0]
         raw, queries = ops.matmul_each(layer.index_kq, x)
-        tail, dead = cache.state.tail(layer.index), cache.state.spare_key(layer.index)
+        tail, dead = cache.state.tail(layer.index), cache.state.dead_key(layer.index)
         if hold:
             window.index_keys[layer.index] = raw
             tail, dead = ops.copy(tail), ops.copy(dead)

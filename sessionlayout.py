@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-import cells
 from blockfile import BLOCK_BYTES
+from cells import KvHeader
 
 START_MARK = b"STRSESS\x01"
 END_MARK = b"STRSEND\x01"
@@ -31,7 +31,6 @@ LIVE_OFFSET = HEADER.size + GEOMETRY.size + LAYER_RANGE.size + COUNT.size  # of 
 STATE_ARRAYS = ("gdn", "ple", "tails", "dead", "block_pos")
 FLOAT_STATE = STATE_ARRAYS[:4]  # float32; block_pos is int32
 KV_PARTS = ("k", "v", "k_scale", "v_scale", "pooled")
-ROTATED = 16  # added to the code of fp16 or int8 when K and V were rotated
 MIN_CHECKPOINT_BYTES = 72  # one word above the real minimum, as every reader of this format counts
 MIN_KV_LAYER_BYTES = KV_HEADER.size + len(KV_PARTS) * COUNT.size
 OPEN = (1 << 64) - 1  # a limit that limits nothing, and where sums saturate
@@ -103,25 +102,6 @@ class Extent(NamedTuple):
 
     offset: int
     size: int
-
-
-class KvHeader(NamedTuple):
-    format: int
-    cells: int
-    heads: int
-    head_dim: int
-    page_size: int
-    pooled_rows: int
-    idx_dim: int
-
-    @property
-    def format_name(self) -> str:
-        """The word for the format code, or the bare code where it has none."""
-        rotated = self.format in (ROTATED, ROTATED + 1)
-        code = self.format - ROTATED if rotated else self.format
-        if not 0 <= code < len(cells.NAMES):
-            return f"code {self.format}"
-        return cells.NAMES[code] + (" rotated" if rotated else "")
 
 
 class KvSource(Protocol):

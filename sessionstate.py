@@ -10,7 +10,7 @@ import numpy as np
 import bytecopy
 from kvcache import Cache, CacheShape, Snapshot
 from promptcache import Parked, Timeline
-from sessionlayout import STATE_ARRAYS, Image, KvHeader, KvLayer, KvSource, Limits, SessionError
+from sessionlayout import STATE_ARRAYS, Image, KvLayer, KvSource, Limits, SessionError
 from sessionlayout import Checkpoint as Record
 
 
@@ -24,11 +24,11 @@ def image_of(held: Timeline | Parked, shape: CacheShape, n_layers: int, loaded: 
     K/V is not in it: a save takes that from `sources_of`, piece by piece. `loaded`: whether there is a control vector.
     """
     if isinstance(held, Parked):
-        live, steered = _record(held.ids, held.live.snapshot[1:], held.live.used), held.steered
+        live, steered = _record(held.ids, held.live.snapshot.arrays, held.live.used), held.steered
     else:
         cache = held.cache
         live, steered = _record(cache.ids, cache.state.on_host(), held.used), cache.steered
-    kept = [_record(c.snapshot.ids, c.snapshot[1:], c.used) for c in held.checkpoints.chain[-1:]]
+    kept = [_record(c.snapshot.ids, c.snapshot.arrays, c.used) for c in held.checkpoints.chain[-1:]]
     return Image(shape.geometry, 0, n_layers, loaded and steered, live, kept)
 
 
@@ -37,7 +37,7 @@ def sources_of(held: Timeline | Parked, cache: Cache) -> list[KvSource]:
     windows = cache.windows(held.n_tokens)
     if isinstance(held, Parked):
         pairs = zip(windows, held.cells, strict=True)
-        return [KvLayer(KvHeader(*window.header), tuple(parts)) for window, parts in pairs]
+        return [KvLayer(window.header, tuple(parts)) for window, parts in pairs]
     return windows
 
 
@@ -86,8 +86,8 @@ def validate(image: Image, cache: Cache, max_tokens: int, n_vocab: int, loaded: 
     if len(image.kv) != len(windows):
         raise _refuse("layer-count", f"{len(image.kv)} K/V layers, expected {len(windows)} (layer count)")
     for index, (layer, window) in enumerate(zip(image.kv, windows, strict=True)):
-        if layer.header != KvHeader(*window.header):
-            raise _refuse("kv-header", f"K/V layer {index} is {tuple(layer.header)}, expected {window.header}")
+        if layer.header != window.header:
+            raise _refuse("kv-header", f"K/V layer {index} is {tuple(layer.header)}, expected {tuple(window.header)}")
         if tuple(layer.part_sizes) != window.part_sizes:
             raise _refuse("part-size", f"part sizes {layer.part_sizes} of layer {index}, expected {window.part_sizes}")
 
@@ -111,7 +111,7 @@ class StateSink:
 
     def snapshot(self, ids: np.ndarray) -> Snapshot:
         """The filled arrays as the state of a prefix."""
-        return Snapshot(np.array(ids, np.int32), *self.arrays)
+        return Snapshot(np.array(ids, np.int32), tuple(self.arrays))
 
 
 def live_sink(cache: Cache) -> StateSink:

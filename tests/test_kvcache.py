@@ -113,7 +113,7 @@ def test_running_state_has_the_sizes_of_the_file_format():
     assert state.recurrent(2).shape == (6, 8, 8)
     assert state.conv(2).shape == (3, 80)
     assert state.tail(1).shape == (3, INDEX)
-    assert state.spare_key(1).shape == (INDEX,)
+    assert state.dead_key(1).shape == (INDEX,)
 
 
 def test_state_of_the_largest_model_of_the_family():
@@ -130,10 +130,10 @@ def test_state_of_the_largest_model_of_the_family():
 def test_views_of_the_running_state_cover_it_once():
     state = Cache(shape_of(), CPU).state
     views = [view(index) for index in range(3) for view in (state.recurrent, state.conv)]
-    views += [view(index) for index in range(2) for view in (state.tail, state.spare_key)]
+    views += [view(index) for index in range(2) for view in (state.tail, state.dead_key)]
     for view in views:
         np.add(view, 1, out=view)
-    for array in (state.gdn, state.tails, state.dead):
+    for array in state.arrays[:1] + state.arrays[2:4]:
         assert (array == 1).all()
 
 
@@ -258,7 +258,7 @@ def test_tokens_are_counted_in_order_and_block_positions_with_them():
     assert cache.n_tokens == 10
 
 
-def test_the_spare_key_stands_behind_the_last_complete_block():
+def test_the_dead_key_stands_behind_the_last_complete_block():
     cache = Cache(shape_of(), CPU)
     random_state(cache)
     for n in range(1, 17):
@@ -266,7 +266,7 @@ def test_the_spare_key_stands_behind_the_last_complete_block():
             pool.pooled.fill(-1)
         cache.commit(ids(17)[n - 1 : n])
         for index, pool in enumerate(cache.pools):
-            np.testing.assert_array_equal(pool.pooled[n // 4], cache.state.spare_key(index))
+            np.testing.assert_array_equal(pool.pooled[n // 4], cache.state.dead_key(index))
             assert (np.delete(pool.pooled, n // 4, axis=0) == -1).all()
 
 
@@ -275,20 +275,21 @@ def test_a_snapshot_is_a_copy_of_tokens_and_state_and_holds_no_cell():
     random_state(cache)
     cache.commit(ids(6))
     snapshot = cache.capture()
-    saved = [array.copy() for array in snapshot]
+    copied = (snapshot.ids, *snapshot.arrays)
+    saved = [array.copy() for array in copied]
     assert snapshot.n_tokens == 6
     assert snapshot.size_bytes == 6 * 4 + sum(cache.shape.state_sizes)
-    assert [array.nbytes for array in snapshot[1:]] == list(cache.shape.state_sizes)
-    for array, live in zip(snapshot, (cache.ids, *cache.state.arrays), strict=True):
+    assert [array.nbytes for array in snapshot.arrays] == list(cache.shape.state_sizes)
+    for array, live in zip(copied, (cache.ids, *cache.state.arrays), strict=True):
         np.testing.assert_array_equal(array, live)
         assert not np.shares_memory(array, live)
     random_state(cache, 1)
     cache.commit(ids(3))
-    for array, kept in zip(snapshot, saved, strict=True):
+    for array, kept in zip(copied, saved, strict=True):
         np.testing.assert_array_equal(array, kept)
 
 
-def test_a_rewind_restores_tokens_state_and_spare_key_and_leaves_cells():
+def test_a_rewind_restores_tokens_state_and_dead_key_and_leaves_cells():
     cache = Cache(shape_of(), CPU)
     random_state(cache)
     cache.commit(ids(6))
@@ -299,18 +300,18 @@ def test_a_rewind_restores_tokens_state_and_spare_key_and_leaves_cells():
     before = [pool.k.copy() for pool in cache.pools]
     cache.rewind(snapshot)
     assert cache.ids.tolist() == ids(6).tolist()
-    for array, saved in zip(cache.state.arrays, snapshot[1:], strict=True):
+    for array, saved in zip(cache.state.arrays, snapshot.arrays, strict=True):
         np.testing.assert_array_equal(array, saved)
         assert not np.shares_memory(array, saved)
     for index, pool in enumerate(cache.pools):
         np.testing.assert_array_equal(pool.k, before[index])
-        np.testing.assert_array_equal(pool.pooled[1], snapshot.dead.reshape(2, INDEX)[index])
+        np.testing.assert_array_equal(pool.pooled[1], snapshot.arrays[3].reshape(2, INDEX)[index])
 
 
 def test_a_rewind_may_go_forward_where_a_restore_has_filled_the_pools():
     cache = Cache(shape_of(), CPU)
     state = [np.arange(size // 4, dtype=np.float32) for size in cache.shape.state_sizes[:4]]
-    cache.rewind(Snapshot(ids(13), *state, np.array([12, 12], np.int32)))
+    cache.rewind(Snapshot(ids(13), (*state, np.array([12, 12], np.int32))))
     assert cache.n_tokens == 13
     assert cache.ids.tolist() == ids(13).tolist()
     np.testing.assert_array_equal(cache.state.gdn, state[0])

@@ -17,7 +17,7 @@ EMPTY = np.empty(0, np.float32)
 
 
 def snapshot(prompt) -> Snapshot:
-    return Snapshot(np.array(prompt, np.int32), EMPTY, EMPTY, EMPTY, EMPTY, np.empty(0, np.int32))
+    return Snapshot(np.array(prompt, np.int32), (EMPTY, EMPTY, EMPTY, EMPTY, np.empty(0, np.int32)))
 
 
 def chain(limit, *entries) -> Checkpoints:

@@ -13,12 +13,13 @@ import generation
 import kvcache
 import resources
 import sessionstate
+from cells import FORMATS, KvHeader
 from engine import Session
 from generation import FatalError
 from serveloop import Answers, Loop
 from sessionfile import SessionError, inspect_session, read_session, verify_session, write_session
 from sessionimages import seal
-from sessionlayout import KvHeader, KvLayer, Limits
+from sessionlayout import KvLayer, Limits
 from tinyengine import (
     MODELS,
     TURN,
@@ -524,7 +525,7 @@ def test_a_file_of_another_engine_version_is_refused(live, monkeypatch):
 
 
 def test_every_setting_has_a_fingerprint_of_its_own():
-    engines = [shared_engine("qwen4exp", kv=kv) for kv in kvcache.FORMATS]
+    engines = [shared_engine("qwen4exp", kv=kv) for kv in FORMATS]
     engines += [shared_engine("qwen4exp", spec=spec) for spec in (1, 2)]
     engines += [shared_engine("qwen4exp", max_context=context) for context in (252, 255)]
     identities = [engine.identity() for engine in engines]
@@ -684,7 +685,7 @@ def test_a_file_of_this_shape_but_another_identity_is_refused(identity, live, re
 def test_a_file_of_several_checkpoints_gives_them_all(live):
     session, prompt, good = live
     image = image_in(good, session)
-    records = [sessionstate._record(c.snapshot.ids, c.snapshot[1:], c.used) for c in session.checkpoints.chain]
+    records = [sessionstate._record(c.snapshot.ids, c.snapshot.arrays, c.used) for c in session.checkpoints.chain]
     assert len(records) == 2
     write_session(str(good), dataclasses.replace(image, checkpoints=records), session.engine.identity())
     restored = new_session()

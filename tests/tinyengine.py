@@ -134,7 +134,8 @@ def held(session: Session) -> dict:
 
 
 def record(checkpoint) -> tuple:
-    return checkpoint.used, checkpoint.root, *(array.tobytes() for array in checkpoint.snapshot)
+    arrays = (checkpoint.snapshot.ids, *checkpoint.snapshot.arrays)
+    return checkpoint.used, checkpoint.root, *(array.tobytes() for array in arrays)
 
 
 def parked_record(entry) -> list:

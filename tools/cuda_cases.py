@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import packs
-from cells import FORMATS, PAGE, head_bytes, scale_bytes
+from cells import FORMATS, PAGE, Residency, head_bytes, scale_bytes
 
 EPS = np.float32(1e-6)
 KINDS = tuple(packs.NUMBERS)
@@ -449,7 +449,7 @@ def run_case(item: Case, ops, sizes: Sizes, seed: int = 0) -> list[np.ndarray]:
 def residency_round(ops, rng, s: Sizes, ring: bool) -> None:
     """Append, read densely and by lists, and settle a layer that keeps 4 of its 12 pages on the device."""
     storages = STORAGES["int8"]
-    pools = layer_cells(ops, s, storages, 48, ops.Residency(4, ring))
+    pools = layer_cells(ops, s, storages, 48, Residency(4, ring))
     fill(ops, rng, storages, pools, 0, (41, s.kv_heads, s.head_dim))
     fill(ops, rng, storages, pools, 41, (2, s.kv_heads, s.head_dim))
     q, out = (ops.from_host(normal(rng, 2, s.kv_heads * s.group, s.head_dim)) for _ in range(2))
