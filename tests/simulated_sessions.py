@@ -5,8 +5,8 @@ no file crosses backends, and what a failing device does. Where products are not
 CPU, which reads the simulator's memory: a pass takes seconds otherwise. Read next: test_kernels_cuda.py.
 """
 
-import cudasim  # first: it turns the simulator on
-from cudasim import small_blocks
+import given_simulator  # first: it turns the simulator on
+from given_simulator import small_blocks
 
 # isort: split
 
@@ -21,12 +21,12 @@ import kvcache
 import options as options_module
 from engine import Session
 from generation import FatalError
+from given_engine import ask, ids, new_engine, next_turn
 from modelconfig import ModelError
 from options import OptionRefused
 from sessionfile import SessionError
-from tinyengine import ask, ids, new_engine, next_turn
 
-assert cudasim.config.ENABLE_CUDASIM
+assert given_simulator.config.ENABLE_CUDASIM
 
 CONTEXT = 48
 MODES = {"resident": {}, "streamed": {"kv_resident": 4}}  # one page of the trunk; the draft layer in a ring of one

@@ -7,7 +7,7 @@ import pytest
 
 import chatapi
 from bodyfields import ApiError
-from runningfront import TEMPLATE, write_tokenizer_model
+from given_front import TEMPLATE, write_tokenizer_model
 from tokenizer import Tokenizer
 from verbs import Done
 

@@ -7,9 +7,9 @@ import pytest
 
 import chatapi
 from answertext import MARKS as ANSWER_MARKS
+from given_front import TEMPLATE
 from given_tokenizer import CHATML, write_model
 from modelfile import embedded_model
-from runningfront import TEMPLATE
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED, Tokenizer, TokenizerError
 
 WORDS = ["<think>", "<tool_response>"]

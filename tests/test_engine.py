@@ -14,10 +14,7 @@ import generation
 import resources
 from engine import Engine, Session
 from generation import Generation
-from modelconfig import ModelError
-from options import EngineOptions
-from promptcache import is_prefix
-from tinyengine import (
+from given_engine import (
     CONTEXT,
     MODELS,
     TURN,
@@ -33,6 +30,9 @@ from tinyengine import (
     shared_engine,
     trunk,
 )
+from modelconfig import ModelError
+from options import EngineOptions
+from promptcache import is_prefix
 from verbs import SPARE_CELLS, GenRequest, RequestError
 
 KINDS = ["llama", "qwen35", "qwen3next", "qwen35moe", "qwen4exp", "qwen4exp-8layers"]

@@ -12,11 +12,11 @@ import pytest
 import killed_saves
 import serveloop
 import unfinished
-from faultlayer import count
+from given_engine import DEFAULTS, MODELS, tree
+from given_faults import count
 from options import EngineOptions
 from sessionfile import list_sessions, verify_session, write_session
 from sessionfolder import SessionFolder, sweep
-from tinyengine import DEFAULTS, MODELS, tree
 
 SCRIPT = pathlib.Path(killed_saves.__file__)
 LEFTOVER = re.compile(r"\.chat\.bin\.[0-9a-f]{16}\.tmp")

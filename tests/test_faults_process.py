@@ -10,11 +10,11 @@ import sys
 import pytest
 
 import broken_engine
-from faultlayer import count
+from given_engine import ask, ids, new_session
 from given_enginefront import QUICK, EngineFront, conversation, refused
 from given_engineprocess import PATIENCE_S, command, gen
-from runningfront import RunningFront, write_tokenizer_model
-from tinyengine import ask, ids, new_session
+from given_faults import count
+from given_front import RunningFront, write_tokenizer_model
 
 pytestmark = pytest.mark.processes
 

@@ -6,11 +6,11 @@ import random
 import pytest
 
 import chatapi
-import scripted_child
+import given_child
 from answertext import AnswerParser, Part, StopStrings
 from bodyfields import ApiError
 from chatapi import AnswerReader, GenerationRequest
-from runningfront import write_tokenizer_model
+from given_front import write_tokenizer_model
 from tokenizer import Tokenizer
 from verbs import Done
 
@@ -284,7 +284,7 @@ def test_prompts_that_are_none(tokenizer, prompt):
 
 def test_prompts_may_mix_texts_and_ids(tokenizer):
     request = chatapi.read_completion({"prompt": ["ab", 99, "<|im_end|>"]}, tokenizer, N_CTX)
-    assert request.ids == [97, 98, 99, scripted_child.END_ID]
+    assert request.ids == [97, 98, 99, given_child.END_ID]
 
 
 # --- Answers ---
@@ -294,7 +294,7 @@ DONE = Done(*[5, 9, 10.0, 20.0, "stop", 0, 0, 4, 1, 2, 0, 0, 0.0, 5, 0])
 
 def read_answer(tokenizer, text: str, **wishes) -> chatapi.Answer:
     reader = AnswerReader(GenerationRequest([1], 9, {}, **wishes), tokenizer)
-    for token_id in scripted_child.to_ids(text):
+    for token_id in given_child.to_ids(text):
         reader.push(token_id)
         if reader.stopped:
             break

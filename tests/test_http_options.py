@@ -18,9 +18,9 @@ import httpfront
 import strata
 from childlines import SessionProgress
 from given_enginefront import MODEL, QUICK, EngineFront
+from given_front import RunningFront, write_tokenizer_model
 from httpfront import FrontOptions, Terminal
 from options import HttpOptions, OptionRefused
-from runningfront import RunningFront, write_tokenizer_model
 
 STRATA = str(pathlib.Path(strata.__file__))
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from runningfront import TEMPLATE, RunningFront, write_tokenizer_model
+from given_front import TEMPLATE, RunningFront, write_tokenizer_model
 from textworker import BODY, IDS
 from textworker import TEMPLATE as RENDERING
 

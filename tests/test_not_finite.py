@@ -11,11 +11,11 @@ import pytest
 import sessionparse
 from engine import Engine, Session
 from generation import RequestFailed
+from given_engine import DEFAULTS, MODELS, TURN, ask, held, ids, joined, new_session
 from options import EngineOptions
 from sampling import NotFinite, next_token
 from sessionfile import SessionError, read_session, verify_session, write_session
 from sessionlayout import Limits
-from tinyengine import DEFAULTS, MODELS, TURN, ask, held, ids, joined, new_session
 from verbs import SamplingOptions, Token
 
 HOSTILE = [np.nan, np.inf, -np.inf]

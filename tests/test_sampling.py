@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import sampling
+from given_engine import ask, ids, joined, new_session
 from sampling import next_token
-from tinyengine import ask, ids, joined, new_session
 from verbs import SamplingOptions
 
 CONTEXT = np.array([3, 1, 4], np.int32)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import textpool
-from runningfront import RunningFront, write_tokenizer_model
+from given_front import RunningFront, write_tokenizer_model
 from textworker import BODY, IDS, TEMPLATE
 from tokenizer import Tokenizer
 
