@@ -13,7 +13,6 @@ import engine as engine_module
 import generation
 import resources
 from engine import Engine, Session
-from generation import Generation
 from given_engine import (
     CONTEXT,
     MODELS,
@@ -47,24 +46,24 @@ def chunks_of(monkeypatch):
     return lambda n: monkeypatch.setattr(generation, "CHUNK", n)
 
 
-@pytest.fixture
-def scripted_drafts(monkeypatch):
-    """Gives every window `n_guesses` guesses from the true answer, of which those at `wrong(window)` are not true."""
+class ScriptedDrafter:
+    """Guesses `n_guesses` tokens of a true conversation for every window; those at `wrong(window)` are not true."""
 
-    def script(truth, n_guesses, wrong):
-        windows = iter(range(10**6))
+    def __init__(self, truth, n_guesses, wrong=lambda window: []):
+        self._truth, self._n_guesses, self._wrong = truth, n_guesses, wrong
+        self._windows = iter(range(10**6))
 
-        def drafts(self, residual, first_cell):
-            self._fill_draft(residual, self._successors(residual), first_cell)
-            n_wanted = min(n_guesses, self.request.max_new - self.n_generated - 1)
-            guesses = np.array(truth[self.n_generated : self.n_generated + n_wanted], np.int32)
-            places = [place for place in wrong(next(windows)) if place < len(guesses)]
-            guesses[places] = (guesses[places] + 1) % 96
-            return guesses
+    def guess(self, context, n_most, cache, rows, cell):
+        guesses = self._truth[len(context) :][: min(self._n_guesses, n_most)].copy()
+        places = [place for place in self._wrong(next(self._windows)) if place < len(guesses)]
+        guesses[places] = (guesses[places] + 1) % 96
+        return guesses
 
-        monkeypatch.setattr(Generation, "_drafts", drafts)
 
-    return script
+def drafting(session, *script):
+    """The session with scripted guesses."""
+    session.drafter = ScriptedDrafter(*script)
+    return session
 
 
 def stop_at(look: int):
@@ -125,13 +124,12 @@ def test_threads_do_not_change_a_bit():
 
 @pytest.mark.parametrize("name", ["qwen4exp", "qwen35", "llama"])
 @pytest.mark.parametrize(("n_guesses", "n_right"), [(t, k) for t in (1, 3, 7) for k in range(t + 1)])
-def test_a_window_keeps_its_right_guesses_and_leaves_no_trace_of_the_others(name, n_guesses, n_right, scripted_drafts):
+def test_a_window_keeps_its_right_guesses_and_leaves_no_trace_of_the_others(name, n_guesses, n_right):
     """k of T guesses are right, for every k: tokens, trunk and draft cells are those of one token at a time."""
-    plain = new_session(name)
-    scripted_drafts([], 0, lambda window: [])
+    plain = drafting(new_session(name), ids(0), 0)
     expected = ask(plain, ids(31), 25)
-    scripted_drafts(expected.tokens, n_guesses, lambda window: range(n_right, n_guesses))
-    session = new_session(name)
+    truth = joined(ids(31), expected.tokens)
+    session = drafting(new_session(name), truth, n_guesses, lambda window: range(n_right, n_guesses))
     reply = ask(session, ids(31), 25)
     assert reply.tokens == expected.tokens
     assert trunk(session) == trunk(plain)
@@ -145,12 +143,16 @@ def test_a_window_keeps_its_right_guesses_and_leaves_no_trace_of_the_others(name
 
 @pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("sampling", [{}, PENALISED, STEERED], ids=["greedy", "penalised", "steered"])
-def test_guesses_right_and_wrong_by_chance_change_nothing(kv, sampling, scripted_drafts):
+def test_guesses_right_and_wrong_by_chance_change_nothing(kv, sampling):
     plain = new_session("qwen4exp", kv=kv, spec=1)
     expected = ask(plain, ids(31), 40, **sampling)
     chance = random.Random(3)
-    scripted_drafts(expected.tokens, 7, lambda window: [p for p in range(7) if chance.random() < 0.3])
-    session = new_session("qwen4exp", kv=kv)
+    truth = joined(ids(31), expected.tokens)
+
+    def wrong(window):
+        return [place for place in range(7) if chance.random() < 0.3]
+
+    session = drafting(new_session("qwen4exp", kv=kv), truth, 7, wrong)
     reply = ask(session, ids(31), 40, **sampling)
     assert 0 < reply.done.n_drafts_accepted < reply.done.n_drafts_offered
     assert reply.tokens == expected.tokens
@@ -178,14 +180,13 @@ def test_an_improbable_guess_is_not_offered(monkeypatch):
     assert ask(new_session(), ids(40), 20).done.n_drafts_offered == 0
 
 
-def test_an_answer_ends_inside_a_window(scripted_drafts):
+def test_an_answer_ends_inside_a_window():
     """A stop token or the last place among right guesses: nothing behind it is emitted or kept."""
     expected = ask(new_session(), ids(31), 20).tokens
     stop = next(token for place, token in enumerate(expected) if place in (5, 6) and expected.index(token) == place)
     end = expected.index(stop) + 1
-    scripted_drafts(expected, 7, lambda window: [])
     for options in ({"max_new": 20, "stop": [stop]}, {"max_new": end}):
-        session, plain = new_session(), new_session(spec=1)
+        session, plain = drafting(new_session(), joined(ids(31), expected), 7), new_session(spec=1)
         reply = ask(session, ids(31), **options)
         assert reply.tokens == expected[:end]
         assert reply.done.finish == ("stop" if "stop" in options else "length")
@@ -488,17 +489,17 @@ def test_a_request_that_is_abandoned_leaves_what_it_has_read(chunks_of):
 
 @pytest.mark.parametrize(("n_prompt", "max_new"), [(40, 16), (1, 55), (56, 0)])
 @pytest.mark.parametrize("context", [61, 62, 63, 64])
-def test_a_request_may_fill_the_context_to_the_last_place(context, n_prompt, max_new, scripted_drafts):
+def test_a_request_may_fill_the_context_to_the_last_place(context, n_prompt, max_new):
     n_prompt -= 64 - context if n_prompt > 10 else 0
     max_new -= 64 - context if n_prompt < 10 else 0
     plain = new_session(max_context=context)
     expected = ask(plain, ids(n_prompt), max_new)
     assert len(expected.tokens) == max_new
     assert plain.n_tokens == n_prompt + max(max_new - 1, 0)
-    scripted_drafts(expected.tokens, 7, lambda window: [6])
-    reply = ask(new_session(max_context=context), ids(n_prompt), max_new)
+    script = joined(ids(n_prompt), expected.tokens), 7, lambda window: [6]
+    reply = ask(drafting(new_session(max_context=context), *script), ids(n_prompt), max_new)
     assert reply.tokens == expected.tokens
-    large = ask(new_session(), ids(n_prompt), max_new)
+    large = ask(drafting(new_session(), *script), ids(n_prompt), max_new)
     assert large.tokens == expected.tokens
     with pytest.raises(RequestError, match=rf"{n_prompt} prompt tokens \+ {max_new + 1} .*context of {context}"):
         plain.generate(GenRequest(ids(n_prompt), max_new + 1))

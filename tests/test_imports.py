@@ -58,7 +58,7 @@ ALLOWED = {
     "model": {"kvcache", "modelconfig", "modelweights"},
     "controlvector": {"fingerprint", "modelfile"},
     "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
-    "generation": {"kvcache", "promptcache", "sampling", "verbs"},
+    "generation": {"kvcache", "model", "promptcache", "sampling", "verbs"},
     "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs"},
     "engine": {"conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
