@@ -4,10 +4,7 @@ import pytest
 
 import engine as engine_module
 from engine import Engine, Session
-from given_engine import (
-    MODELS,
-    new_engine,
-)
+from given_engine import MODELS, new_engine
 from modelconfig import ModelError
 from options import EngineOptions
 
