@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 import resources
-from generation import CHUNK, Resumed
+from generation import CHUNK, DraftLayer, Resumed
 from kvcache import Cache, Snapshot
 from modelconfig import ModelError
 from promptcache import LEAST_BRANCH, NOTHING, Checkpoints, Offer, Parked, ParkingLot, Timeline, best_offer
@@ -28,6 +28,7 @@ class Conversations:
     def __init__(self, engine):
         options = engine.options
         self.engine = engine
+        self.drafter = DraftLayer(engine.model, engine.spec)
         self.live = Timeline(engine.new_cache(), options.prompt_cache)
         self.beside: Parked | None = None  # the latest conversation, where it ran beside the live one
         self.parking = ParkingLot(

@@ -89,10 +89,10 @@ class _Stage:
         self.console = console
 
     @contextmanager
-    def engine(self, title: str) -> Iterator["Engine"]:
+    def engine(self, title: str) -> Iterator["EngineProcess"]:
         """A running engine that is ended behind the block."""
         start = time.perf_counter()
-        with open(self._log_path, "wb") as log, Engine(self._command, log) as engine:
+        with open(self._log_path, "wb") as log, EngineProcess(self._command, log) as engine:
             self.say(f"[bold]{title}[/]: ready after {time.perf_counter() - start:.1f} s")
             yield engine
 
@@ -207,7 +207,7 @@ def _report(story: Story, console: Console) -> bool:
     return all(promises.values())
 
 
-class Engine:
+class EngineProcess:
     """A child that runs `strata --serve`: verbs go in, answer lines come out; its log goes to a file."""
 
     def __init__(self, command: Sequence[str], log):
@@ -221,7 +221,7 @@ class Engine:
             self._end(kill=True)
             raise
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> "EngineProcess":
         return self
 
     def __exit__(self, failure, *_) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,50 +19,74 @@ import backend
 import controlvector
 import resources
 import sessionstate
-from cells import FORMATS, formats_for
+from cells import FORMATS, CellFormat, formats_for
 from conversations import MIB, Conversations
 from expertprofile import ExpertProfile
-from fingerprint import Config, FingerprintError, Rope, config_fingerprint, model_fingerprint
-from fingerprint import ModelFile as FingerprintedFile
+from fingerprint import Config, FingerprintError, ModelFile, Rope, config_fingerprint, model_fingerprint
 from generation import FatalError, Generation
 from jit import KERNELS
 from kvcache import Cache
 from model import Model
-from modelconfig import ModelError
+from modelconfig import ModelConfig, ModelError
 from modelfile import GgufError, embedded_model
 from modelweights import load_model
-from options import EngineOptions
+from options import DEFAULT_CONTEXT, DEFAULT_WINDOW, VERSION, EngineOptions
 from promptcache import Parked, Timeline, common_start
 from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
 from sessionfolder import names_at_exit
 from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
 
-VERSION = "0.1.0"  # part of every saved file's identity: another version may compute other bits
-DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at start
 SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so
 NEW_NAME = re.compile(r"\.new[0-9]*\Z")  # what a save at the end adds to a name
 SAMPLE_BYTES = 2 << 20  # read of each model file for its fingerprint
-LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
 
 
-class Engine:
-    """A loaded model with its backend and settings."""
+class Identification:
+    """Fingerprints of model and configuration, computed when they are first asked for."""
 
-    def __init__(self, options: EngineOptions, file, ops: backend.Backend, log: Callable[[str], None]):
-        config = file.config
-        self.options, self.config, self.ops, self.log = options, config, ops, log
-        self.model_paths, self.end_ids, self.turn_start_id = file.paths, file.end_ids, file.turn_start_id
-        self.n_vocab = config.n_vocab
-        self.max_context = options.max_context or min(config.n_ctx, DEFAULT_CONTEXT)
-        if self.max_context > config.n_ctx:
-            log(f"--max-context {self.max_context} is beyond the {config.n_ctx} tokens this model was made for")
-        self.cell_format = _choose_format(options.kv, config.head_dim)
-        self.spec = _choose_window(options.spec, config.n_draft, log)
-        directions, self.cvec_digest = _load_directions(options.control_vector, config)
+    def __init__(self, model_paths: list[str], configuration: Config):
+        self._model_paths, self._configuration = model_paths, configuration
         self._identity: Identity | None = None
-        self.experts = self.expert_profile = None
-        self._place_experts(file.weights.expert_parts)
-        self.model = Model(config, file.weights, ops, directions)
+
+    def identity(self, phase: Callable[[str, int], None] | None = None) -> Identity:
+        """What a session file belongs to; `phase` is told before files are read. Raises SessionError."""
+        if self._identity is None:
+            if phase:
+                phase("fingerprint", SAMPLE_BYTES * len(self._model_paths))
+            files = [ModelFile(f"native shard {i}", path) for i, path in enumerate(self._model_paths)]
+            try:
+                model = model_fingerprint(files)
+            except FingerprintError as error:
+                raise SessionError("io", "fingerprint", str(error)) from error
+            self._identity = Identity(model, config_fingerprint(self._configuration))
+        return self._identity
+
+    def at_start(self) -> Identity:
+        """The same while the engine is loaded; raises ModelError."""
+        try:
+            return self.identity()
+        except SessionError as error:
+            raise ModelError(str(error)) from error
+
+
+@dataclass(eq=False, repr=False)
+class Engine:
+    """A loaded model with its backend and settings; `load` makes one."""
+
+    options: EngineOptions
+    config: ModelConfig
+    ops: backend.Backend
+    model: Model
+    end_ids: frozenset[int]  # tokens that end an answer
+    turn_start_id: int | None
+    max_context: int
+    cell_format: CellFormat
+    spec: int  # tokens that the model is asked about at once, 1 without a draft layer
+    cvec_digest: int  # of the control vector, 0 without one
+    identification: Identification
+    experts: object | None  # where a device has room for some of them
+    expert_profile: ExpertProfile | None
+    log: Callable[[str], None]
 
     @classmethod
     def load(cls, options: EngineOptions, log: Callable[[str], None] = lambda line: None) -> "Engine":
@@ -81,30 +106,38 @@ class Engine:
             raise ModelError(f"the weights do not fit the device ({error}): use --backend cpu") from error
         for note in notes:  # not before a model that cannot be used has had its one line
             log(note)
-        return cls(options, file, ops, log)
+        config = file.config
+        max_context = _max_context(options.max_context, config.n_ctx, log)
+        cell_format = _cell_format(options.kv, config.head_dim)
+        spec = _window(options.spec, config.n_draft, log)
+        directions, cvec_digest = _load_directions(options.control_vector, config)
+        configuration = _configuration(options, config, ops.name, max_context, spec, cvec_digest)
+        identification = Identification(file.paths, configuration)
+        experts = profile = None
+        if parts := _experts_to_place(options, ops, file.weights.expert_parts, log):
+            profile = _expert_profile(options.expert_profile_save, identification, len(parts), config.n_expert, log)
+            reserved = config.cache_shape(max_context, cell_format).device_bytes(options.kv_resident)
+            experts = _place_experts(options, ops, parts, profile, reserved, log)
+        return cls(
+            options=options,
+            config=config,
+            ops=ops,
+            model=Model(config, file.weights, ops, directions),  # behind the experts, whose places it takes over
+            end_ids=file.end_ids,
+            turn_start_id=file.turn_start_id,
+            max_context=max_context,
+            cell_format=cell_format,
+            spec=spec,
+            cvec_digest=cvec_digest,
+            identification=identification,
+            experts=experts,
+            expert_profile=profile,
+            log=log,
+        )
 
-    def _place_experts(self, parts: list) -> None:
-        """Experts on the device or beside it, those first that a profile ranks first."""
-        options, n_experts = self.options, self.config.n_expert
-        if not (self.ops.own_memory and parts):
-            why = "the CPU computes, where all experts are at hand" if parts else "this model has no experts"
-            for name in ("expert_cache_mib", "expert_profile_save"):
-                if getattr(options, name):
-                    self.log(f"--{name.replace('_', '-')} has no effect: {why}")
-            return
-        if options.expert_profile_save:
-            model = self._known_identity().model
-            self.expert_profile = ExpertProfile(options.expert_profile_save, model, len(parts), n_experts, self.log)
-        ranking = self.expert_profile.read() if self.expert_profile else None
-        reserved = self.cache_bytes(self.max_context)
-        try:
-            self.experts = self.ops.place_experts(
-                parts, ranking, options.expert_cache_mib * MIB, reserved, self.ops.n_threads, self.log
-            )
-        except ValueError as error:
-            raise ModelError(f"--expert-cache-mib {options.expert_cache_mib}: {error}") from error
-        except self.ops.errors as error:
-            raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
+    @property
+    def n_vocab(self) -> int:
+        return self.config.n_vocab
 
     @property
     def expert_counts(self) -> tuple[int, int, int]:
@@ -124,7 +157,7 @@ class Engine:
 
     def info(self) -> dict[str, str]:
         """What the serve loop prints before READY, in its order."""
-        identity = self._known_identity()
+        identity = self.identification.at_start()
         return {
             "context": str(self.max_context),
             "kv": self.options.kv,
@@ -160,82 +193,98 @@ class Engine:
             ) from error
 
     def identity(self, phase: Callable[[str, int], None] | None = None) -> Identity:
-        """Fingerprints of model and configuration, computed once; `phase` is told before files are read."""
-        if self._identity is None:
-            if phase:
-                phase("fingerprint", SAMPLE_BYTES * len(self.model_paths))
-            files = [FingerprintedFile(f"native shard {i}", path) for i, path in enumerate(self.model_paths)]
-            try:
-                model = model_fingerprint(files)
-            except FingerprintError as error:
-                raise SessionError("io", "fingerprint", str(error)) from error
-            self._identity = Identity(model, config_fingerprint(self._configuration()))
-        return self._identity
+        """What a session file of this engine belongs to; `phase` is told before files are read."""
+        return self.identification.identity(phase)
 
-    def _known_identity(self) -> Identity:
-        try:
-            return self.identity()
-        except SessionError as error:
-            raise ModelError(str(error)) from error
 
-    def _configuration(self) -> Config:
-        c = self.config
-        rope = Rope(
-            type=0 if c.family.paired_rope else 2,  # as ggml numbers them
-            freq_base=c.rope_base,
-            factor=c.rope_factor,
-            freq_scale=1 / c.rope_factor,
-            orig_ctx=float(c.n_ctx),
-            ext_factor=0.0,
-            attn_factor=1.0,
-            beta_fast=32.0,
-            beta_slow=1.0,
-        )
-        return Config(
-            engine=VERSION,
-            backend=self.ops.name,
-            kv=self.options.kv,
-            max_context=self.max_context,
-            kv_resident=self.options.kv_resident,
-            mtp_window=self.spec if c.n_draft else -1,
-            rope=rope,
-            cvec=self.cvec_digest,
-            switches=[("activations_int8", int(self.options.activations == "int8"))],
-        )
+def _configuration(options: EngineOptions, c: ModelConfig, backend_name, max_context, spec, cvec_digest) -> Config:
+    """All that decides the bits of a conversation, beside the model."""
+    rope = Rope(
+        type=0 if c.family.paired_rope else 2,  # as ggml numbers them
+        freq_base=c.rope_base,
+        factor=c.rope_factor,
+        freq_scale=1 / c.rope_factor,
+        orig_ctx=float(c.n_ctx),
+        ext_factor=0.0,
+        attn_factor=1.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+    )
+    return Config(
+        engine=VERSION,
+        backend=backend_name,
+        kv=options.kv,
+        max_context=max_context,
+        kv_resident=options.kv_resident,
+        mtp_window=spec if c.n_draft else -1,
+        rope=rope,
+        cvec=cvec_digest,
+        switches=[("activations_int8", int(options.activations == "int8"))],
+    )
 
 
 def _load_backend(options: EngineOptions, log) -> backend.Backend:
     """The backend, before weights are packed for it."""
     try:
-        ops = backend.load(options.backend, _choose_threads(options.threads, log), log)
+        ops = backend.load(options.backend, _n_threads(options.threads, log), log)
     except backend.BackendError as error:
         raise ModelError(f"--backend {options.backend}: {error}") from error
     if options.kv_resident and not ops.own_memory:
         raise ModelError("--kv-resident: only a CUDA backend keeps cells elsewhere; leave it out")
-    if 0 < options.kv_resident < LEAST_RESIDENT:
-        raise ModelError(f"--kv-resident {options.kv_resident}: at least {LEAST_RESIDENT}, or 0 for all")
     return ops
 
 
-def _choose_format(name: str, head_dim: int):
+def _experts_to_place(options: EngineOptions, ops: backend.Backend, parts: list, log) -> list:
+    """The layers whose experts a device may hold; options about them that have no effect are told."""
+    if ops.own_memory and parts:
+        return parts
+    why = "the CPU computes, where all experts are at hand" if parts else "this model has no experts"
+    for name in ("expert_cache_mib", "expert_profile_save"):
+        if getattr(options, name):
+            log(f"--{name.replace('_', '-')} has no effect: {why}")
+    return []
+
+
+def _expert_profile(path: str | None, identification: Identification, n_layers, n_experts, log) -> ExpertProfile | None:
+    return ExpertProfile(path, identification.at_start().model, n_layers, n_experts, log) if path else None
+
+
+def _place_experts(options: EngineOptions, ops: backend.Backend, parts: list, profile, reserved: int, log):
+    """Experts on the device or beside it, those first that a profile ranks first; `reserved` bytes are for cells."""
+    ranking = profile.read() if profile else None
+    try:
+        return ops.place_experts(parts, ranking, options.expert_cache_mib * MIB, reserved, ops.n_threads, log)
+    except ValueError as error:
+        raise ModelError(f"--expert-cache-mib {options.expert_cache_mib}: {error}") from error
+    except ops.errors as error:
+        raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
+
+
+def _max_context(asked: int | None, n_ctx: int, log) -> int:
+    if asked is None:
+        return min(n_ctx, DEFAULT_CONTEXT)
+    if asked > n_ctx:
+        log(f"--max-context {asked} is beyond the {n_ctx} tokens this model was made for")
+    return asked
+
+
+def _cell_format(name: str, head_dim: int) -> CellFormat:
     fitting = formats_for(head_dim)
     if name not in fitting:
         raise ModelError(f"--kv {name}: a head width of {head_dim} can hold {', '.join(fitting) or 'no format'}")
     return FORMATS[name]
 
 
-def _choose_window(asked: int | None, n_draft: int, log) -> int:
-    if not n_draft:
-        if asked is not None and asked > 1:
-            log(f"--spec {asked} has no effect: this model has no draft layer")
-        return 1
-    window = 4 if asked is None else asked
-    if not 1 <= window <= SPARE_CELLS:
-        raise ModelError(f"--spec {window}: expected 1 to {SPARE_CELLS}")
-    return window
+def _window(asked: int | None, n_draft: int, log) -> int:
+    """Tokens that the model is asked about at once; 1 where it has no draft layer."""
+    if n_draft:
+        return DEFAULT_WINDOW if asked is None else asked
+    if asked is not None and asked > 1:
+        log(f"--spec {asked} has no effect: this model has no draft layer")
+    return 1
 
 
-def _choose_threads(asked: int | None, log) -> int:
+def _n_threads(asked: int | None, log) -> int:
     """Threads that compute, never more than can run at once: the others would be waited for."""
     if asked is None:
         return resources.usable_cores()

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache import Snapshot
+from kvcache import Cache, Snapshot
+from model import Model
 from promptcache import Offer, Timeline
-from sampling import NotFinite, choose
+from sampling import NotFinite, next_token
 from verbs import SPARE_CELLS, Done, GenRequest, PromptProgress, Resume, Reused, Source, Token
 
 CHUNK = 512  # prompt tokens read between two looks at STOP
@@ -38,6 +39,31 @@ class Resumed(NamedTuple):
     offer: Offer
     diverged_at: int
     back: Snapshot | None = None  # the state to go back to behind a request of which nothing is kept
+
+
+class DraftLayer:
+    """Guesses what follows with the draft layer of the model, greedily; nothing where there is none."""
+
+    def __init__(self, model: Model, window: int):
+        """`window` is the number of guesses and the one token before them."""
+        self._model, self._window = model, window
+
+    def guess(self, context: np.ndarray, n_most: int, cache: Cache, rows, cell: int) -> np.ndarray:
+        """At most `n_most` guesses int32 of what follows `context`, all tokens so far.
+
+        `rows` [T, C, N] is what the draft layer made of the latest of them (None without one), `cell` its next cell.
+        """
+        drafts: list[int] = []
+        n_wanted = min(self._window - 1, n_most)
+        while rows is not None and len(drafts) < n_wanted:
+            token, share = self._model.ops.greedy_with_share(self._model.draft_logits(rows[-1:]))
+            if token[0] < 0 or not share[0] >= DRAFT_FLOOR:  # nor where it is not a number
+                break
+            drafts.append(int(token[0]))
+            if len(drafts) < n_wanted:
+                rows = self._model.draft(cache, rows[-1:], np.array(drafts[-1:], np.int32), cell)
+                cell += 1
+        return np.array(drafts, np.int32)
 
 
 class Generation:
@@ -198,7 +224,7 @@ class Generation:
         for row in range(len(rows)):
             at = self.n_context + row
             sampling = self.request.sampling
-            token = int(rows[row]) if greedy else choose(rows[row], self.context[:at], sampling, self.seed)
+            token = int(rows[row]) if greedy else next_token(rows[row], self.context[:at], sampling, self.seed)
             if token < 0:
                 raise NotFinite
             self.context[at] = token
@@ -222,17 +248,7 @@ class Generation:
         return self.context[self.n_context - residual.shape[0] : self.n_context]
 
     def _drafts(self, residual, first_cell: int) -> np.ndarray:
-        """Fill the draft layer's cells of the last window, then guess on from the last one, greedily."""
-        drafts: list[int] = []
-        n_wanted = min(self.engine.spec, self.request.max_new - self.n_generated) - 1
+        """Fill the draft layer's cells of the last window, then guess on from the last one."""
         rows = self._fill_draft(residual, self._successors(residual), first_cell)
-        cell = first_cell + residual.shape[0]
-        while rows is not None and len(drafts) < n_wanted:
-            token, share = self.model.ops.greedy_with_share(self.model.draft_logits(rows[-1:]))
-            if token[0] < 0 or not share[0] >= DRAFT_FLOOR:  # nor where it is not a number
-                break
-            drafts.append(int(token[0]))
-            if len(drafts) < n_wanted:
-                rows = self.model.draft(self.cache, rows[-1:], np.array(drafts[-1:], np.int32), cell)
-                cell += 1
-        return np.array(drafts, np.int32)
+        n_most, cell = self.request.max_new - self.n_generated - 1, first_cell + residual.shape[0]
+        return self.session.drafter.guess(self.context[: self.n_context], n_most, self.cache, rows, cell)

@@ -244,14 +244,18 @@ def _ngrams(keys: Keys, n_vocab: int) -> Ngrams | None:
 
 
 def _rope_factor(keys: Keys) -> float:
-    kind = keys.text(f"{keys.arch}.rope.scaling.type", "none")
+    """By what positions are divided; `rope.scale_linear` is the key of older files."""
+    kind = keys.text(f"{keys.arch}.rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise ModelError(f"{keys.path}: rope scaling {kind[:40]!r} is not supported (none, linear)")
-    return keys.real("rope.scaling.factor", 1.0) if kind == "linear" else 1.0
+    return keys.real("rope.scaling.factor", keys.real("rope.scale_linear", 1.0)) if kind == "linear" else 1.0
 
 
 def read_config(path, fields, tensors) -> ModelConfig:
-    """Hyper-parameters from a file's metadata; `tensors` maps names to the library's tensors."""
+    """Hyper-parameters from a file's metadata; `tensors` maps names to the library's tensors.
+
+    A key without a default here is needed; the defaults are those of llama.cpp (`load_hparams`).
+    """
     keys = Keys(path, fields)
     if keys.arch not in FAMILIES:
         raise ModelError(f"{path}: architecture {keys.arch[:40]!r} is not supported ({', '.join(FAMILIES)})")

@@ -201,7 +201,7 @@ class Draft:
     final: PlainResidual | HyperConnection
 
 
-class ModelFile(NamedTuple):
+class LoadedModel(NamedTuple):
     """A loaded model: hyper-parameters, weights, the files they came from, and the tokens that steer a conversation."""
 
     config: ModelConfig
@@ -233,7 +233,7 @@ class Weights:
 # --- files to weights ---------------------------------------------------------------------------------------------
 
 
-def load_model(path, ops, log, *, round_x: bool = False) -> ModelFile:
+def load_model(path, ops, log, *, round_x: bool = False) -> LoadedModel:
     """Load a GGUF file, or all parts of a split one whose first is named.
 
     `ops` is the backend that will multiply; `log` gets one line a note.
@@ -253,7 +253,7 @@ def load_model(path, ops, log, *, round_x: bool = False) -> ModelFile:
     # The draft block may hold what its use here has no need of: an indexer, an embedding of its own.
     loader.check_all_used(f"blk.{config.n_layers}." if config.n_draft else None)
     loader.report()
-    return ModelFile(config, weights, paths, *_conversation_ids(path, readers[0].fields))
+    return LoadedModel(config, weights, paths, *_conversation_ids(path, readers[0].fields))
 
 
 def _conversation_ids(path, fields) -> tuple[frozenset[int], int | None]:

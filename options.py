@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 
 import cells
 
+VERSION = "0.1.0"  # part of every saved file's identity, as another version may compute other bits
 MAX_COUNT = 2**31 - 1  # every number on the command line is held in 32 bits somewhere
 MAX_CONFIG_BYTES = 1 << 20
 ACTIVATIONS = ("int8", "float")
 BACKENDS = ("auto", "cpu", "cuda")
+DEFAULT_CONTEXT = 4096  # at most, where the user names none: its pools are allocated at the start
+DEFAULT_WINDOW, LONGEST_WINDOW = 4, 8  # tokens that a model with a draft layer is asked about at once
+LEAST_RESIDENT = 20480  # cells on the device: what one chunk of a prompt selects must have room
 EMBEDDED = "(default: the embedded model)"
 SPLIT_OPTIONS = ("layer_split", "peer_device")
 SPLIT_REFUSAL = "--layer-split and --peer-device do not exist here: one slot, one device"
@@ -31,15 +35,22 @@ class OptionRefused(argparse.ArgumentTypeError):
 # --- What a value may be: text to value ---
 
 
-def _number(low: int) -> Callable[[str], int]:
-    """A converter for whole numbers of at least `low`."""
+def _number(low: int, high: int = MAX_COUNT) -> Callable[[str], int]:
+    """A converter for whole numbers from `low` to `high`."""
 
     def convert(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and low <= int(text[:11]) <= MAX_COUNT and len(text) <= 10):
-            raise OptionRefused(f"{text!r} is not a whole number from {low} to {MAX_COUNT}")
+        if not (text.isascii() and text.isdigit() and low <= int(text[:11]) <= high and len(text) <= 10):
+            raise OptionRefused(f"{text!r} is not a whole number from {low} to {high}")
         return int(text)
 
     return convert
+
+
+def _resident(text: str) -> int:
+    """A number of cells that stay on the device; 0 is all of them."""
+    if 0 < (n_cells := _number(0)(text)) < LEAST_RESIDENT:
+        raise OptionRefused(f"at least {LEAST_RESIDENT}, or 0 for all, found {n_cells}")
+    return n_cells
 
 
 def _choice(words: tuple[str, ...]) -> Callable[[str], str]:
@@ -59,13 +70,14 @@ def _text(text: str) -> str:
     return text
 
 
-def _has_controls(text: str) -> bool:
+def has_controls(text: str) -> bool:
+    """Whether a name has a character that would move the cursor of a terminal or end a line."""
     return any(ord(char) < 0x20 or ord(char) == 0x7F for char in text)
 
 
 def _file(text: str) -> str:
     """The name of a file that may not be there yet."""
-    if not text.strip() or _has_controls(text):
+    if not text.strip() or has_controls(text):
         raise OptionRefused(f"{text!r} is no name of a file")
     return text
 
@@ -74,7 +86,7 @@ def _folder(text: str) -> str:
     """The absolute path of a folder for session files, with links followed now: re-pointing one later moves nothing."""
     if not text.strip():
         raise OptionRefused("an empty folder name")
-    if _has_controls(text):
+    if has_controls(text):
         raise OptionRefused(f"control characters in the folder name {text!r}")
     return os.path.realpath(text)
 
@@ -88,8 +100,8 @@ def _option(default: Any, metavar: str, text: str, convert: Callable, config_typ
     return field(default=default, metadata=details)
 
 
-def _count(default: int | None, text: str, low: int = 1) -> Any:
-    return _option(default, "N", text, _number(low), int)
+def _count(default: int | None, text: str, low: int = 1, high: int = MAX_COUNT) -> Any:
+    return _option(default, "N", text, _number(low, high), int)
 
 
 def _word(words: tuple[str, ...], default: str, text: str) -> Any:
@@ -160,10 +172,16 @@ class EngineOptions(_Record):
         "folder for session files, created with mode 0700; relative paths of SAVE and RESTORE are taken below it",
         _folder,
     )
-    max_context: int | None = _count(None, "cells of context (default: what the model was made for, at most 4096)")
+    max_context: int | None = _count(
+        None, f"cells of context (default: what the model was made for, at most {DEFAULT_CONTEXT})"
+    )
     kv: str = _word(cells.NAMES, "fp16", "format of K and V (default: {default})")
-    kv_resident: int = _count(
-        0, "CUDA: keep N cells of each layer in VRAM, all in pinned RAM (default: {default}, off)", low=0
+    kv_resident: int = _option(
+        0,
+        "N",
+        "CUDA: keep N cells of each layer in VRAM, all in pinned RAM (default: {default}, off)",
+        _resident,
+        int,
     )
     backend: str = _word(BACKENDS, "auto", "where the model runs (default: {default}, the best there is)")
     prompt_cache: int = _count(
@@ -179,7 +197,11 @@ class EngineOptions(_Record):
         2560, "RAM that parking, SAVE and RESTORE leave free (default: {default})", low=0
     )
     session_min_free_mib: int = _count(4096, "disk that SAVE leaves free (default: {default}); 0 asks nothing", low=0)
-    spec: int | None = _count(None, "window of speculative decoding (default: 4 with a draft layer); 1 is off")
+    spec: int | None = _count(
+        None,
+        f"window of speculative decoding (default: {DEFAULT_WINDOW} with a draft layer); 1 is off",
+        high=LONGEST_WINDOW,
+    )
     threads: int | None = _count(None, "compute threads (default: the cores that this process may use)")
     control_vector: str | None = _name("FILE[:SCALE]", "control vector added to the model's layers (default: none)")
     activations: str = _word(

@@ -18,7 +18,7 @@ class NotFinite(Exception):
         return "the model's logits are not finite"
 
 
-def choose(logits: np.ndarray, context: np.ndarray, options: SamplingOptions, seed: int) -> int:
+def next_token(logits: np.ndarray, context: np.ndarray, options: SamplingOptions, seed: int) -> int:
     """The token that follows `context` (int32, all tokens so far); logits float32 [V] may be mutated.
 
     Raises NotFinite where their greatest value is not a finite number.

@@ -39,7 +39,7 @@ TERMINAL_NOTE = (
 )
 
 
-def serve(
+def serve_verbs(
     options: EngineOptions,
     stdin: BinaryIO | None = None,
     stdout: BinaryIO | None = None,

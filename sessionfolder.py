@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import unfinished
+from options import has_controls
 from printable import one_line
 
 MAX_NAME_BYTES = 200
@@ -43,7 +44,7 @@ def check_filename(name: object) -> str:
         raise NameRefused("filename must be a text that is not empty")
     if len(name.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
         raise NameRefused(f"filename is longer than {MAX_NAME_BYTES} bytes of UTF-8")
-    if any(ord(char) < 0x20 or ord(char) == 0x7F for char in name):
+    if has_controls(name):
         raise NameRefused("filename has a control character")
     if found := NOT_IN_NAMES.intersection(name):
         raise NameRefused(f"filename has the character {min(found)!r}; name a file, not a path")

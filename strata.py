@@ -19,9 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import options
-from options import EMBEDDED
-
-__version__ = "0.1.0"
+from options import EMBEDDED, VERSION
 
 EXIT_OK, EXIT_FAILED = 0, 1  # argparse exits with 2 for wrong usage
 LARGE_BYTES = 256 << 20  # a file below this is read before a line about it would be
@@ -94,7 +92,7 @@ def get_parser(*, commands: bool = True) -> argparse.ArgumentParser:
         description="Serves one long conversation with a local language model and lets it survive a restart.",
         epilog="Exit codes: 0 done, 1 refused or failed, 2 wrong usage.",
     )
-    parser.add_argument("--version", action="version", version=f"strata {__version__}")
+    parser.add_argument("--version", action="version", version=f"strata {VERSION}")
     parser.add_argument(
         "--serve", action="store_true", help="run the engine: verbs on stdin, answers on stdout, log on stderr"
     )
@@ -181,7 +179,7 @@ def run_serve(args: argparse.Namespace) -> int:
     import serveloop
 
     try:
-        return serveloop.serve(settings, sys.stdin.buffer, sys.stdout.buffer, _log)
+        return serveloop.serve_verbs(settings, sys.stdin.buffer, sys.stdout.buffer, _log)
     except engine.ModelError as error:
         raise CommandError(str(error)) from error
     except MemoryError as error:

@@ -1,7 +1,7 @@
 """The language of the pipe between an engine and its callers: requests, answers, and the one line that each is.
 
-It owns every word, field, range and limit that both sides know, and needs the standard library and NumPy alone; it
-knows no process, no model and no HTTP. Invariant: `read` gives back what `line_of` wrote, and a line that is not as the
+It owns every word, field, range and limit that both sides know, and needs NumPy and options.py alone; it knows no
+process, no model and no HTTP. Invariant: `read` gives back what `line_of` wrote, and a line that is not as the
 protocol has it raises ValueError, or RequestError where a caller is at fault. `man/strata-verbs.5` is the same as
 tables. Read next: serveloop.py, which answers, and httpchild.py, which asks.
 """
@@ -15,8 +15,10 @@ from typing import Annotated, NamedTuple, get_type_hints
 
 import numpy as np
 
+from options import LONGEST_WINDOW
+
 MAX_INT32, MAX_UINT64 = 2**31 - 1, 2**64 - 1
-SPARE_CELLS = 8  # cells that stay free behind prompt and answer: the longest window of speculative decoding
+SPARE_CELLS = LONGEST_WINDOW  # cells that stay free behind prompt and answer
 SOURCES = ("live", "checkpoint", "parked", "store", "none")
 FINISHES = ("stop", "length", "cancel")
 ERROR_KINDS = ("invalid", "storage", "memory", "io")

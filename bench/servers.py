@@ -71,7 +71,7 @@ def _checked(server: Server, turn: Turn, n_new: int, n_reused: int | None) -> Tu
     )
 
 
-class Strata(demo.Engine):
+class Strata(demo.EngineProcess):
     """`strata --serve` as a child."""
 
     name = "strata"

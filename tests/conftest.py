@@ -41,6 +41,14 @@ def bounded_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.fixture
+def chunks_of(monkeypatch):
+    """Sets how many prompt tokens are read between two looks at STOP."""
+    import generation
+
+    return lambda n: monkeypatch.setattr(generation, "CHUNK", n)
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request, monkeypatch):
     """Kernels run on one thread and on two."""

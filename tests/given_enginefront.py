@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 
-from runningfront import RunningFront
+from given_front import RunningFront
 
 ROOT = pathlib.Path(__file__).parent.parent
 MODEL = str(ROOT / "tests" / "data" / "model" / "llama.gguf")

@@ -3,7 +3,7 @@
 import pathlib
 import sys
 
-from tinyengine import MODELS
+from given_engine import MODELS
 
 STRATA = pathlib.Path(__file__).parent.parent / "strata.py"
 QUICK = ["--backend=cpu", "--threads=1", "--session-min-free-mib=0", "--conversation-cache-min-free-mib=0"]

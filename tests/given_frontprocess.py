@@ -12,7 +12,7 @@ import threading
 import httpx
 
 import httpfront
-from runningfront import CHILD, DEADLINE_S, RunningFront, write_tokenizer_model
+from given_front import CHILD, DEADLINE_S, RunningFront, write_tokenizer_model
 
 MAIN = """
 import json, sys

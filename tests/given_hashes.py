@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from sessionimages import DATA, pattern
+from given_images import DATA, pattern
 
 HASHES = json.loads((DATA / "hash_vectors.json").read_text())
 

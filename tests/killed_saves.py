@@ -11,9 +11,9 @@ import sys
 
 import blockfile
 import sessionfile
-from faultlayer import FaultySystem, dies_after, dies_before, dies_half_way, installed
+from given_faults import FaultySystem, dies_after, dies_before, dies_half_way, installed
+from given_images import pattern
 from sessionfile import Checkpoint, Identity, Image, KvHeader, KvLayer, write_session
-from sessionimages import pattern
 
 BLOCK_BYTES = 4096
 IDENTITY = Identity(7, 8)

@@ -4,8 +4,8 @@ Owns: that neither a product nor an answer nor a file depends on which experts l
 what a start does with too little room or a bad profile. Read next: simulated_sessions.py.
 """
 
-import cudasim  # first: it turns the simulator on
-from cudasim import small_blocks
+import given_simulator  # first: it turns the simulator on
+from given_simulator import small_blocks
 
 # isort: split
 
@@ -31,10 +31,10 @@ import engine as engine_module
 import kernels_cuda
 import packs
 from engine import ModelError, Session
+from given_engine import MODELS, ask, ids, next_turn
 from simulated_sessions import CONTEXT, held, new_session, products_of_the_cpu
-from tinyengine import MODELS, ask, ids, next_turn
 
-assert cudasim.config.ENABLE_CUDASIM
+assert given_simulator.config.ENABLE_CUDASIM
 assert products_of_the_cpu  # a fixture
 
 ops = backend.load("cuda", 1, print)

@@ -4,8 +4,8 @@ Owns: sizes around a warp, odd heads and block sizes. Inputs and tolerances are 
 run on a device. Read next: simulated_residency.py.
 """
 
-import cudasim  # first: it turns the simulator on
-from cudasim import small_blocks
+import given_simulator  # first: it turns the simulator on
+from given_simulator import small_blocks
 
 # isort: split
 
@@ -64,7 +64,7 @@ def test_odd_numbers_of_heads(kv_heads, group, head_dim, monkeypatch):
 
 
 def test_the_simulator_is_on():
-    assert cudasim.config.ENABLE_CUDASIM
+    assert given_simulator.config.ENABLE_CUDASIM
 
 
 def test_a_product_has_the_same_bits_in_any_company(monkeypatch):

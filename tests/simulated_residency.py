@@ -4,8 +4,8 @@ Owns: that a layer which keeps few pages on the device reads the same bits as on
 restore or a rewind does to it, and that bytes go in and out unchanged. Read next: simulated_sessions.py.
 """
 
-import cudasim  # first: it turns the simulator on
-from cudasim import small_blocks
+import given_simulator  # first: it turns the simulator on
+from given_simulator import small_blocks
 
 # isort: split
 
@@ -25,7 +25,7 @@ import cudapools
 from cells import EXACT, FORMATS, PAGE, Residency
 from kvcache import CacheShape, LayerPool
 
-assert cudasim.config.ENABLE_CUDASIM
+assert given_simulator.config.ENABLE_CUDASIM
 
 ops = backend.load("cuda", 1, print)
 HEADS, GROUP, WIDTH, PAGES = 2, 2, 32, 14

@@ -5,8 +5,8 @@ no file crosses backends, and what a failing device does. Where products are not
 CPU, which reads the simulator's memory: a pass takes seconds otherwise. Read next: test_kernels_cuda.py.
 """
 
-import cudasim  # first: it turns the simulator on
-from cudasim import small_blocks
+import given_simulator  # first: it turns the simulator on
+from given_simulator import small_blocks
 
 # isort: split
 
@@ -16,15 +16,17 @@ from numba.cuda.cudadrv.driver import CudaAPIError
 
 import backend
 import cpuproducts
-import engine as engine_module
 import kernels_cuda
 import kvcache
-from engine import ModelError, Session
+import options as options_module
+from engine import Session
 from generation import FatalError
+from given_engine import ask, ids, new_engine, next_turn
+from modelconfig import ModelError
+from options import OptionRefused
 from sessionfile import SessionError
-from tinyengine import ask, ids, new_engine, next_turn
 
-assert cudasim.config.ENABLE_CUDASIM
+assert given_simulator.config.ENABLE_CUDASIM
 
 CONTEXT = 48
 MODES = {"resident": {}, "streamed": {"kv_resident": 4}}  # one page of the trunk; the draft layer in a ring of one
@@ -33,7 +35,7 @@ MODES = {"resident": {}, "streamed": {"kv_resident": 4}}  # one page of the trun
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     small_blocks(monkeypatch, 1)
-    monkeypatch.setattr(engine_module, "LEAST_RESIDENT", 4)
+    monkeypatch.setattr(options_module, "LEAST_RESIDENT", 4)
     monkeypatch.setattr(kvcache, "DRAFT_WINDOW", 4)
 
 
@@ -155,7 +157,7 @@ def test_cells_that_do_not_fit_the_device_are_refused_at_start(monkeypatch):
 
 
 def test_too_few_resident_cells_are_refused():
-    with pytest.raises(ModelError, match="--kv-resident 3: at least 4"):
+    with pytest.raises(OptionRefused, match="--kv-resident: at least 4, or 0 for all, found 3"):
         new_engine("qwen2", backend="cuda", kv_resident=3)
 
 

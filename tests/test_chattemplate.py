@@ -6,10 +6,10 @@ import random
 import pytest
 
 import httpchat
+from given_front import TEMPLATE
 from given_tokenizer import CHATML, write_model
 from httpanswer import MARKS as ANSWER_MARKS
 from modelfile import embedded_model
-from runningfront import TEMPLATE
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED, Tokenizer, TokenizerError
 
 WORDS = ["<think>", "<tool_response>"]

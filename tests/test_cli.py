@@ -168,7 +168,7 @@ def test_a_closed_standard_stream_is_one_with_nothing_behind_it(closed):
 
 
 def test_help_and_version(capsys):
-    for args, text in ((["--help"], "--slot-save-path"), (["--version"], f"strata {strata.__version__}\n")):
+    for args, text in ((["--help"], "--slot-save-path"), (["--version"], f"strata {options.VERSION}\n")):
         with pytest.raises(SystemExit) as caught:
             strata.main(args)
         assert caught.value.code == 0
@@ -340,7 +340,7 @@ def test_serve_runs_the_engine_with_its_options(tmp_path):
     assert ran.returncode == 0
     lines = ran.stdout.splitlines()
     assert lines[-1] == "READY 64 stop"
-    assert {"INFO conversation_cache_mib=7", "INFO context=64", f"INFO engine={strata.__version__}"} <= set(lines)
+    assert {"INFO conversation_cache_mib=7", "INFO context=64", f"INFO engine={options.VERSION}"} <= set(lines)
 
 
 @pytest.mark.parametrize(

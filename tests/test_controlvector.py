@@ -8,9 +8,9 @@ from gguf.quants import quantize
 import controlvector
 from controlvector import ControlVectorError, split_scale
 from engine import Session
+from given_engine import ask, ids, joined, new_engine, new_session, trunk
 from modelconfig import ModelError
 from sessionfile import SessionError, inspect_session
-from tinyengine import ask, ids, joined, new_engine, new_session, trunk
 
 N_LAYERS, N_EMBD = 4, 32  # of qwen4exp
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from given_engine import MODELS, ask, ids, joined, new_session, tree
 from given_engineprocess import PATIENCE_S, command, gen
 from sessionfile import verify_session
-from tinyengine import MODELS, ask, ids, joined, new_session, tree
 from verbs import TERMINAL_WORDS
 
 

@@ -18,10 +18,10 @@ import pytest
 import blockfile
 import killed_saves
 import unfinished
-from faultlayer import FaultySystem, count, first, installed
+from given_engine import held, tree
+from given_faults import FaultySystem, count, first, installed
 from given_session import Live, refusal_of
 from sessionfile import Limits, SessionError, inspect_session, may_replace, read_session, verify_session, write_session
-from tinyengine import held, tree
 
 pytestmark = pytest.mark.faults
 

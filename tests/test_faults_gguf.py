@@ -11,7 +11,7 @@ import pytest
 
 import modelconfig
 import modelweights
-from faultlayer import count
+from given_faults import count
 from given_weights import fixture, loaded_or_refused, run
 from modelfile import _Reader, open_gguf
 

@@ -12,11 +12,11 @@ import pytest
 import killed_saves
 import serveloop
 import unfinished
-from faultlayer import count
+from given_engine import DEFAULTS, MODELS, tree
+from given_faults import count
 from options import EngineOptions
 from sessionfile import list_sessions, verify_session, write_session
 from sessionfolder import SessionFolder, sweep
-from tinyengine import DEFAULTS, MODELS, tree
 
 SCRIPT = pathlib.Path(killed_saves.__file__)
 LEFTOVER = re.compile(r"\.chat\.bin\.[0-9a-f]{16}\.tmp")
@@ -100,7 +100,7 @@ def test_the_next_start_of_the_engine_sweeps_what_is_ours(tmp_path):
     options = EngineOptions(model=str(MODELS / "llama.gguf"), slot_save_path=str(tmp_path), **DEFAULTS)
     log = []
     with open(os.devnull, "rb") as stdin, open(os.devnull, "wb") as stdout:
-        assert serveloop.serve(options, stdin, stdout, log.append) == 0
+        assert serveloop.serve_verbs(options, stdin, stdout, log.append) == 0
     assert tree(tmp_path) == kept
     assert "removed 3 unfinished files of saves that were killed" in log
 

@@ -10,11 +10,12 @@ import sys
 import pytest
 
 import broken_engine
-from faultlayer import count
+from given_engine import ask, ids, new_session
 from given_enginefront import QUICK, EngineFront, conversation, refused
 from given_engineprocess import PATIENCE_S, command, gen
-from runningfront import RunningFront, write_tokenizer_model
-from tinyengine import ask, ids, new_session
+from given_faults import count
+from given_front import RunningFront, write_tokenizer_model
+from verbs import TERMINAL_WORDS
 
 pytestmark = pytest.mark.processes
 
@@ -155,7 +156,7 @@ def test_stdin_made_to_hurt(engine):
     lines = engine.stdout.read().decode().splitlines()
     assert engine.wait(PATIENCE_S) == 0
     words = [line.split()[0] for line in lines]
-    terminal = [word for word in words if word in ("DONE", "ERR", "SERR", "STATS")]
+    terminal = [word for word in words if word in TERMINAL_WORDS]
     assert terminal == ["DONE", "STATS", "ERR", "ERR", "SERR", "ERR", "STATS", "STATS", "DONE"]
     count("hostile bytes on stdin", 5)
     tokens = [int(line[2:]) for line in lines if line.startswith("T ")]

@@ -21,14 +21,14 @@ import kvcache
 import sessionfile
 import sessionstate
 from engine import Session
-from faultlayer import CODES, KINDS, FaultySystem, count, fails, first, installed, no_memory, nothing, short
 from generation import FatalError
+from given_engine import held, new_session, tree
+from given_faults import CODES, KINDS, FaultySystem, count, fails, first, installed, no_memory, nothing, short
+from given_images import seal
 from given_session import MODEL, Live, refusal_of
 from helperthread import HelperThread
 from sessionfile import SessionError, SessionReader
-from sessionimages import seal
 from sessionlayout import FRAME_BYTES, HEADER, TRAILER
-from tinyengine import held, new_session, tree
 
 pytestmark = pytest.mark.faults
 

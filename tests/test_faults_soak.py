@@ -6,10 +6,10 @@ import pytest
 
 from bench.soak import Disagreement, Soak, resident_rise_mib
 from engine import Session
-from faultlayer import count
+from given_engine import shared_engine
+from given_faults import count
 from kvcache import Cache
 from sessionfile import SessionError
-from tinyengine import shared_engine
 
 pytestmark = pytest.mark.soak
 

@@ -14,10 +14,10 @@ import pytest
 
 import blockfile
 from blockfile import BlockReader, BlockWriter, WindowsSystem
-from faultlayer import CODES, KINDS, count
+from given_faults import CODES, KINDS, count
+from given_images import identity, image, plain
 from given_session import refusal_of
 from sessionfile import SessionError, read_session, verify_session, write_session
-from sessionimages import identity, image, plain
 from sessionlayout import Limits
 
 NAME = "ckpt1_images_2kv"

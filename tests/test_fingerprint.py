@@ -23,7 +23,7 @@ from fingerprint import (
     role_list,
 )
 from given_hashes import HASHES, data_of
-from sessionimages import DATA, number
+from given_images import DATA, number
 
 IDENTITIES = json.loads((DATA / "identity_vectors.json").read_text())
 CRC_LENGTHS = (0, 1, 7, 8, 9, 15, 16, 17, 4095, 4096, 12287, 12288, 12289, 12300, 3 * 12288 + 5, 100_003)

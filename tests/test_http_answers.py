@@ -5,12 +5,12 @@ import random
 
 import pytest
 
+import given_child
 import httpchat
-import scripted_child
+from given_front import write_tokenizer_model
 from httpanswer import AnswerParser, Part, StopStrings
 from httpchat import AnswerReader, GenerationRequest
 from httpfields import ApiError
-from runningfront import write_tokenizer_model
 from tokenizer import Tokenizer
 from verbs import Done
 
@@ -284,7 +284,7 @@ def test_prompts_that_are_none(tokenizer, prompt):
 
 def test_prompts_may_mix_texts_and_ids(tokenizer):
     request = httpchat.read_completion({"prompt": ["ab", 99, "<|im_end|>"]}, tokenizer, N_CTX)
-    assert request.ids == [97, 98, 99, scripted_child.END_ID]
+    assert request.ids == [97, 98, 99, given_child.END_ID]
 
 
 # --- Answers ---
@@ -294,7 +294,7 @@ DONE = Done(*[5, 9, 10.0, 20.0, "stop", 0, 0, 4, 1, 2, 0, 0, 0.0, 5, 0])
 
 def read_answer(tokenizer, text: str, **wishes) -> httpchat.Answer:
     reader = AnswerReader(GenerationRequest([1], 9, {}, **wishes), tokenizer)
-    for token_id in scripted_child.to_ids(text):
+    for token_id in given_child.to_ids(text):
         reader.push(token_id)
         if reader.stopped:
             break

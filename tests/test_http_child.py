@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import httpfront
-from runningfront import RunningFront, events, write_tokenizer_model
+from given_front import RunningFront, events, write_tokenizer_model
 
 
 @pytest.fixture(scope="module")

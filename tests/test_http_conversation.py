@@ -3,9 +3,9 @@
 import gguf
 import pytest
 
-import scripted_child
+import given_child
+from given_front import TEMPLATE, RunningFront, write_tokenizer_model
 from httpconversation import conversation, read_messages
-from runningfront import TEMPLATE, RunningFront, write_tokenizer_model
 from tokenizer import BYTE_OF, CONTROL, Tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Grüße\n"}, {"role": "assistant", "content": "ja <b>"}
@@ -119,7 +119,7 @@ def test_the_route_tells_what_is_held_after_a_chat_an_erase_and_a_restore(front)
     front.slot("erase")
     assert held_messages(front) == []
     front.chat("remember this")
-    words = [{"role": "user", "content": "remember this"}, {"role": "assistant", "content": scripted_child.ANSWER}]
+    words = [{"role": "user", "content": "remember this"}, {"role": "assistant", "content": given_child.ANSWER}]
     assert held_messages(front) == words
     front.slot("save", "kept.bin")
     front.chat("something else", max_tokens=3)

@@ -11,8 +11,8 @@ import pytest
 
 import httpfront
 import httpsignals
+from given_front import DEADLINE_S, RunningFront, Silent, events, write_tokenizer_model
 from given_frontprocess import Process, running
-from runningfront import DEADLINE_S, RunningFront, Silent, events, write_tokenizer_model
 from sessionfolder import names_at_exit
 
 pytestmark = pytest.mark.processes

@@ -7,8 +7,8 @@ import pytest
 
 import httpchat
 import httpsampling
+from given_front import TEMPLATE, RunningFront, events, write_tokenizer_model
 from httpfields import ApiError, json_bytes, parse_object
-from runningfront import TEMPLATE, RunningFront, events, write_tokenizer_model
 from tokenizer import Tokenizer
 from verbs import parse_gen
 

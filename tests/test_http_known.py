@@ -5,9 +5,9 @@ import json
 import gguf
 import pytest
 
-import scripted_child
-from runningfront import TEMPLATE, RunningFront, events
-from scripted_child import END_ID, MARKS, to_ids
+import given_child
+from given_child import END_ID, MARKS, to_ids
+from given_front import TEMPLATE, RunningFront, events
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED
 
 MERGES = ["h e", "l l", "he ll", "hell o"]
@@ -168,7 +168,7 @@ def test_a_restored_conversation_is_known_and_keeps_its_day(restored):
     assert gen_ids(front)[: len(held)] == held
     assert front.verbs().count("TOKENS") == 1
     assert "prompt tokens reused" not in "".join(front.terminal.lines)
-    front.chat(messages=turns("hello", scripted_child.ANSWER))
+    front.chat(messages=turns("hello", given_child.ANSWER))
     assert gen_ids(front)[: len(held)] == held
     assert front.verbs().count("TOKENS") == 1
 
@@ -204,7 +204,7 @@ def test_a_prompt_that_parts_is_told_with_place_and_words(make):
     with make() as front:
         front.chat(messages=turns())
         n_lines = len(front.terminal.lines)
-        front.chat(messages=turns(scripted_child.ANSWER))
+        front.chat(messages=turns(given_child.ANSWER))
         assert len(front.terminal.lines) == n_lines
         front.chat(messages=[{"role": "system", "content": "be brief"}, *turns()])
         n_prompt, at = len(gen_ids(front)), len(to_ids("<|im_start|>"))

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from given_front import RunningFront, write_tokenizer_model
 from given_frontprocess import Process
 from httplimits import LimitedProtocol, Limits, OncePerMinute
-from runningfront import RunningFront, write_tokenizer_model
 
 POST = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 QUICK = Limits(first_byte_s=0.2, head_s=0.2, body_s=0.2, body_bytes_per_s=1 << 20, idle_s=1)

@@ -6,8 +6,8 @@ import json
 import pytest
 
 import httpchat
+from given_front import TEMPLATE, write_tokenizer_model
 from httpfields import ApiError
-from runningfront import TEMPLATE, write_tokenizer_model
 from tokenizer import Tokenizer
 from verbs import Done
 

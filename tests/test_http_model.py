@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-import scripted_child
+import given_child
+from given_front import TEMPLATE, RunningFront, write_tokenizer_model
 from httpmodel import file_state, read_text
-from runningfront import TEMPLATE, RunningFront, write_tokenizer_model
 from tokenizer import TokenizerError
 
 OTHER = TEMPLATE.replace("<|im_start|>", "<|im_start|>!")
@@ -27,7 +27,7 @@ def replace_model(front, template: str | None = OTHER) -> None:
 def prompts(front) -> list[str]:
     """What the engine was given to read, as far as the record of the child goes."""
     orders = [verb.split(" ")[-1] for verb in front.verbs() if verb.startswith("GEN")]
-    marks = dict(enumerate(scripted_child.MARKS, 256))
+    marks = dict(enumerate(given_child.MARKS, 256))
     return ["".join(marks.get(i) or chr(i) for i in map(int, ids.strip(",").split(","))) for ids in orders]
 
 

@@ -17,10 +17,10 @@ from rich.console import Console
 import httpfront
 import strata
 from given_enginefront import MODEL, QUICK, EngineFront
+from given_front import RunningFront, write_tokenizer_model
 from httpfront import FrontOptions, Terminal
 from httplines import SessionProgress
 from options import HttpOptions, OptionRefused
-from runningfront import RunningFront, write_tokenizer_model
 
 STRATA = str(pathlib.Path(strata.__file__))
 

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 
+import given_child
 import httppage
-import scripted_child
-from runningfront import DEADLINE_S, RunningFront, write_tokenizer_model
-from scripted_child import ANSWER
-from sessionimages import write_empty_session
+from given_child import ANSWER
+from given_front import DEADLINE_S, RunningFront, write_tokenizer_model
+from given_images import write_empty_session
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -193,7 +193,7 @@ def test_save_restore_and_delete(front, page):
 
 def held(*turns) -> str:
     """The answer to TOKENS of a child that holds these turns."""
-    ids = scripted_child.to_ids("".join(f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in turns))
+    ids = given_child.to_ids("".join(f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in turns))
     return f"TOKENS {len(ids)} {','.join(map(str, ids))}"
 
 

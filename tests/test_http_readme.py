@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from runningfront import RunningFront, write_tokenizer_model
+from given_front import RunningFront, write_tokenizer_model
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
 SECTION = README.split("\n## Over HTTP\n")[1].split("\n## ")[0]

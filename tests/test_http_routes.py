@@ -9,9 +9,9 @@ import openai
 import pytest
 
 import sessionfolder
-from runningfront import RunningFront, events, write_tokenizer_model
+from given_front import RunningFront, events, write_tokenizer_model
+from given_images import write_empty_session
 from sessionfolder import check_filename
-from sessionimages import write_empty_session
 
 ORIGIN = "https://app.example"
 

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
+from given_front import TEMPLATE, RunningFront, write_tokenizer_model
 from httptextworker import BODY, IDS
 from httptextworker import TEMPLATE as RENDERING
-from runningfront import TEMPLATE, RunningFront, write_tokenizer_model
 
 pytestmark = pytest.mark.slow
 

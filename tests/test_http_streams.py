@@ -6,9 +6,9 @@ import re
 import openai
 import pytest
 
+import given_child
 import httpfront
-import scripted_child
-from runningfront import RunningFront, events, write_tokenizer_model
+from given_front import RunningFront, events, write_tokenizer_model
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -23,7 +23,7 @@ def front(tmp_path_factory):
 
 
 def answer_with(front, text: str) -> None:
-    front.script("GEN", "@accept", f"@ids {','.join(map(str, scripted_child.to_ids(text)))}", "@done")
+    front.script("GEN", "@accept", f"@ids {','.join(map(str, given_child.to_ids(text)))}", "@done")
 
 
 def deltas(text: str) -> list[dict]:
@@ -56,7 +56,7 @@ def test_the_bytes_of_a_stream(front, path):
     assert reasons == [None] * (len(parsed) - 1) + ["stop"]
     assert all("usage" not in event for event in parsed)
     assert len({(event["id"], event["created"], event["model"]) for event in parsed}) == 1
-    assert parsed[-1]["timings"]["predicted_n"] == len(scripted_child.to_ids(scripted_child.ANSWER)) + 1
+    assert parsed[-1]["timings"]["predicted_n"] == len(given_child.to_ids(given_child.ANSWER)) + 1
 
 
 def test_the_role_comes_first_and_once(front):
@@ -86,7 +86,7 @@ def test_progress_of_the_prompt_on_request(front):
 
 def test_characters_are_whole(front):
     pieces = [delta["content"] for delta in deltas(front.stream()) if delta.get("content")]
-    assert "".join(pieces) == scripted_child.ANSWER
+    assert "".join(pieces) == given_child.ANSWER
     assert "🙂" in pieces
 
 
@@ -211,7 +211,7 @@ def test_openai_models(client):
 
 def test_openai_chat(client):
     answer = client.chat.completions.create(model="tiny", messages=CHAT["messages"], temperature=0.5, seed=1)
-    assert answer.choices[0].message.content == scripted_child.ANSWER
+    assert answer.choices[0].message.content == given_child.ANSWER
     assert answer.usage.prompt_tokens_details.cached_tokens == answer.timings["cache_n"]
 
 
@@ -222,15 +222,15 @@ def test_openai_stream(client):
         )
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == scripted_child.ANSWER
+    assert text == given_child.ANSWER
     assert chunks[-1].usage.completion_tokens == 30
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
 
 
 def test_openai_completions(client):
-    assert client.completions.create(model="tiny", prompt="x").choices[0].text == scripted_child.ANSWER
+    assert client.completions.create(model="tiny", prompt="x").choices[0].text == given_child.ANSWER
     stream = client.completions.create(model="tiny", prompt="x", stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == scripted_child.ANSWER
+    assert "".join(chunk.choices[0].text for chunk in stream) == given_child.ANSWER
 
 
 def test_openai_tools(front, client):
@@ -251,7 +251,7 @@ def test_openai_errors(front, client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 5000}])
     assert caught.value.body["type"] == "exceed_context_size_error"
-    assert caught.value.body["n_ctx"] == scripted_child.N_CTX
+    assert caught.value.body["n_ctx"] == given_child.N_CTX
     front.script("GEN", "@accept", "@text ab", "@die")
     with pytest.raises(openai.APIError, match="signal 9"):
         list(client.chat.completions.create(model="tiny", messages=CHAT["messages"], stream=True))

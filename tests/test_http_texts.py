@@ -10,8 +10,8 @@ import threading
 import pytest
 
 import httptexts
+from given_front import RunningFront, write_tokenizer_model
 from httptextworker import BODY, IDS, TEMPLATE
-from runningfront import RunningFront, write_tokenizer_model
 from tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes

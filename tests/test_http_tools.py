@@ -5,10 +5,10 @@ import random
 
 import pytest
 
+import given_child
 import httpchat
-import scripted_child
+from given_front import TEMPLATE, write_tokenizer_model
 from httpanswer import AnswerParser
-from runningfront import TEMPLATE, write_tokenizer_model
 from tokenizer import Tokenizer
 from verbs import Done
 
@@ -327,7 +327,7 @@ def test_one_call_alone_where_calls_in_parallel_are_not_wanted(tokenizer):
 
 
 def test_a_mark_spelled_out_in_thinking_is_text_where_the_vocabulary_has_the_token(with_tokens):
-    marks = scripted_child.MARKS
+    marks = given_child.MARKS
     think, end = 256 + marks.index("<think>"), 256 + marks.index("</think>")
     quoted = "It ends with </think>, and a call with <tool_call>."
     answer = answer_of(with_tokens, [think, *spelled(f"\n{quoted}\n"), end, *spelled("\n\nyes")])
@@ -341,7 +341,7 @@ def test_marks_spelled_out_in_content_are_text_where_the_vocabulary_has_the_toke
 
 
 def test_the_end_of_a_call_may_be_quoted_in_it(with_tokens):
-    call, end = (256 + scripted_child.MARKS.index(mark) for mark in ("<tool_call>", "</tool_call>"))
+    call, end = (256 + given_child.MARKS.index(mark) for mark in ("<tool_call>", "</tool_call>"))
     inner = json.dumps({"name": "f", "arguments": {"text": "write </tool_call> here"}})
     assert arguments(answer_of(with_tokens, [call, *spelled(inner), end])) == [{"text": "write </tool_call> here"}]
 
@@ -376,7 +376,7 @@ def test_stop_strings_see_tokens_of_marks_as_their_text(tokenizer, stop):
 
 
 def test_a_stop_string_that_is_a_mark_of_turns_stops_at_its_token(with_tokens):
-    start = scripted_child.MARKS.index("<|im_start|>") + 256
+    start = given_child.MARKS.index("<|im_start|>") + 256
     ids = [*spelled("one"), start, *spelled("two")]
     answer = answer_of(with_tokens, ids, stop=["<|im_start|>"])
     assert (answer.content, answer.stop_word) == ("one", "<|im_start|>")

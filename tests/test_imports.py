@@ -45,7 +45,7 @@ ALLOWED = {
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "modelfile"},
     "httpknown": set(),
-    "verbs": set(),
+    "verbs": {"options"},
     "sampling": {"verbs"},
     "cudablock": set(),
     "cudapools": {"cells"},
@@ -63,7 +63,7 @@ ALLOWED = {
     "model": {"kvcache", "modelconfig", "modelweights"},
     "controlvector": {"checksum", "modelfile"},
     "sessionstate": {"cpumemory", "kvcache", "promptcache", "sessionlayout"},
-    "generation": {"kvcache", "promptcache", "sampling", "verbs"},
+    "generation": {"kvcache", "model", "promptcache", "sampling", "verbs"},
     "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs"},
     "engine": {"conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
@@ -86,7 +86,7 @@ ALLOWED = {
     "httpstatus": {"httpchild"},
     "httpconversation": {"httpanswer", "tokenizer"},
     "httpsignals": set(),
-    "sessionfolder": {"printable", "sessionfile", "unfinished"},
+    "sessionfolder": {"options", "printable", "sessionfile", "unfinished"},
     "httpoptions": {"httpguard", "options", "printable", "sessionfolder"},
     "httpserver": {"httplines", "httplimits", "printable", "tokenizer"},
     "httptextworker": {"httpfields", "httpchat", "httpknown", "tokenizer"},

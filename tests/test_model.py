@@ -2,7 +2,7 @@
 
 Owns: the evidence that a model computes what it should, and the same bits however its tokens arrive. Refuses to know:
 sampling, sessions, files of conversations. Invariant: "the same" means every byte that a later token could read:
-tokens, running state, cells up to the length, pooled keys. Read next: test_engine.py.
+tokens, running state, cells up to the length, pooled keys. Read next: test_generation.py.
 """
 
 import dataclasses

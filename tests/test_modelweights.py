@@ -21,6 +21,7 @@ import packs
 from cells import EXACT
 from given_kernels import CPU
 from given_weights import MODELS, fixture, load, loaded_or_refused, run
+from modelconfig import read_config
 from modelfile import open_gguf
 from modelweights import Loader
 from reference import ReferenceModel
@@ -138,6 +139,32 @@ def test_layers_may_be_listed_or_follow_an_interval():
     listed, counted = load(fixture("qwen4exp-8layers")).config, load(fixture("qwen35")).config
     assert listed.attention_layers == (False, False, False, True) * 2
     assert counted.attention_layers == (False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({}, 1.0),
+        ({"scaling.type": "linear"}, 1.0),
+        ({"scaling.factor": 4.0}, 4.0),
+        ({"scale_linear": 2.0}, 2.0),
+        ({"scaling.type": "linear", "scaling.factor": 4.0, "scale_linear": 2.0}, 4.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, 1.0),
+    ],
+    ids=str,
+)
+def test_positions_are_scaled_as_llama_cpp_does(keys, factor, monkeypatch):
+    file = Doctored("llama", monkeypatch)
+    file.values |= {f"llama.rope.{key}": value for key, value in keys.items()}
+    assert load(file.path).config.rope_factor == factor
+
+
+def test_keys_that_a_file_may_leave_out_have_the_defaults_of_llama_cpp(monkeypatch):
+    file = Doctored("qwen3next", monkeypatch)
+    for name in ("attention.head_count_kv", "rope.freq_base", "rope.dimension_count", "full_attention_interval"):
+        del file.values[f"{file.arch}.{name}"]
+    c = read_config(file.path, file.fields, file.tensors_by_name)
+    assert (c.n_head_kv, c.rope_base, c.n_rot, c.interval) == (c.n_head, 10000.0, c.head_dim, 4)
 
 
 def test_tokens_that_end_an_answer_or_start_a_turn():

@@ -11,11 +11,11 @@ import pytest
 import sessionparse
 from engine import Engine, Session
 from generation import RequestFailed
+from given_engine import DEFAULTS, MODELS, TURN, ask, held, ids, joined, new_session
 from options import EngineOptions
-from sampling import NotFinite, choose
+from sampling import NotFinite, next_token
 from sessionfile import SessionError, read_session, verify_session, write_session
 from sessionlayout import Limits
-from tinyengine import DEFAULTS, MODELS, TURN, ask, held, ids, joined, new_session
 from verbs import SamplingOptions, Token
 
 HOSTILE = [np.nan, np.inf, -np.inf]
@@ -182,10 +182,10 @@ def test_a_choice_among_what_is_no_number_is_refused(value, way):
     logits[7] = value
     context = np.arange(5, dtype=np.int32)
     if value == -np.inf:
-        assert choose(logits, context, SamplingOptions(**way), 1) != 7  # a token that must not come is none of these
+        assert next_token(logits, context, SamplingOptions(**way), 1) != 7  # 7 must not come
         logits[:] = value
     with pytest.raises(NotFinite):
-        choose(logits, context, SamplingOptions(**way), 1)
+        next_token(logits, context, SamplingOptions(**way), 1)
 
 
 @pytest.mark.parametrize("value", HOSTILE)

@@ -13,6 +13,7 @@ OTHERS = {
     "kv": "k8v4",
     "backend": "cpu",
     "activations": "float",
+    "kv_resident": 20480,
 }
 
 
@@ -52,6 +53,8 @@ def test_flag_and_config_file_give_the_same(option, tmp_path):
         (EngineOptions, {"activations": "float32"}, "--activations: 'float32' is none of int8, float"),
         (EngineOptions, {"kv": "fp8"}, "--kv: 'fp8' is none of fp16, int8, q4_0, k8v4"),
         (EngineOptions, {"spec": 0}, "--spec: '0' is not a whole number from 1"),
+        (EngineOptions, {"spec": 9}, "--spec: '9' is not a whole number from 1 to 8"),
+        (EngineOptions, {"kv_resident": 20479}, "--kv-resident: at least 20480, or 0 for all, found 20479"),
         (EngineOptions, {"prompt_cache_every": 0}, "--prompt-cache-every: '0' is not a whole number from 1"),
         (EngineOptions, {"conversation_cache_slots": 0}, "--conversation-cache-slots: '0' is not a whole"),
         (EngineOptions, {"session_min_free_mib": 2**31}, "--session-min-free-mib: '2147483648' is not a whole number"),

@@ -8,10 +8,10 @@ import pytest
 import generation
 from cells import FORMATS
 from engine import Session
+from given_engine import TURN, ask, new_session, trunk
 from given_kernels import CPU
 from kvcache import Cache, CacheShape, Snapshot
 from promptcache import Checkpoints, ParkingLot, Timeline, best_offer, is_prefix
-from tinyengine import TURN, ask, new_session, trunk
 
 EMPTY = np.empty(0, np.float32)
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 import sampling
-from sampling import choose
-from tinyengine import ask, ids, joined, new_session
+from given_engine import ask, ids, joined, new_session
+from sampling import next_token
 from verbs import SamplingOptions
 
 CONTEXT = np.array([3, 1, 4], np.int32)
 
 
 def pick(logits, context=CONTEXT, seed=0, **options):
-    return choose(np.array(logits, np.float32), context, SamplingOptions(**options), seed)
+    return next_token(np.array(logits, np.float32), context, SamplingOptions(**options), seed)
 
 
 def draws(logits, n=4000, **options) -> np.ndarray:

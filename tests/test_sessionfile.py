@@ -13,6 +13,7 @@ import pytest
 import blockfile
 from blockfile import BLOCK_BYTES, free_space_folder
 from checksum import hash64
+from given_images import ARRAYS, DATA, IMAGES, READABLE, SMALL, UNREADABLE, identity, image, number, plain, seal
 from sessionfile import (
     Checkpoint,
     Identity,
@@ -30,7 +31,6 @@ from sessionfile import (
     verify_session,
     write_session,
 )
-from sessionimages import ARRAYS, DATA, IMAGES, READABLE, SMALL, UNREADABLE, identity, image, number, plain, seal
 from verbs import allowance_s
 
 FORMULAS = json.loads((DATA / "formula_vectors.json").read_text())

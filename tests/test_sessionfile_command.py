@@ -15,9 +15,9 @@ import pytest
 
 import sessionparse
 import strata
+from given_images import DATA, IMAGES, identity, image, number
 from sessionfile import Checkpoint, Identity, KvLayer, inspect_session, write_session
 from sessionfolder import SessionFolder
-from sessionimages import DATA, IMAGES, identity, image, number
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STRATA = [sys.executable, str(ROOT / "strata.py"), "session"]

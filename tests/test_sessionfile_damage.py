@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from given_images import DATA, READABLE, identity, plain, seal
 from sessionfile import (
     Limits,
     SessionError,
@@ -13,7 +14,6 @@ from sessionfile import (
     verify_session,
     write_session,
 )
-from sessionimages import DATA, READABLE, identity, plain, seal
 
 pytestmark = pytest.mark.faults
 

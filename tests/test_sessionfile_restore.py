@@ -8,6 +8,7 @@ import pytest
 
 import blockfile
 from blockfile import BLOCK_BYTES
+from given_images import DATA, READABLE, identity, image, pattern, plain
 from sessionfile import (
     Checkpoint,
     Extent,
@@ -21,7 +22,6 @@ from sessionfile import (
     read_session,
     write_session,
 )
-from sessionimages import DATA, READABLE, identity, image, pattern, plain
 
 LARGE = Identity(7, 8)
 HEAD_BYTES = 64 + 168 + 64 + 4 * 5 + 8 + 8  # of the large file, before its first K/V layer

@@ -14,6 +14,7 @@ import pytest
 import blockfile
 import unfinished
 from blockfile import BLOCK_BYTES, BlockWriter
+from given_images import DATA, IMAGES, Pattern, bare_image, identity, image, plain
 from sessionfile import (
     Checkpoint,
     Extent,
@@ -27,7 +28,6 @@ from sessionfile import (
     write_session,
 )
 from sessionfolder import NameRefused, SessionFolder, sweep
-from sessionimages import DATA, IMAGES, Pattern, bare_image, identity, image, plain
 from unfinished import temporary_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -616,7 +616,7 @@ def test_the_writer_counts_its_bytes(target):
 KILLED = """
 import os, signal, sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-from sessionimages import Pattern, bare_image
+from given_images import Pattern, bare_image
 from sessionfile import Identity, write_session
 
 class Deadly(Pattern):

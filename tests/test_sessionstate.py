@@ -16,11 +16,7 @@ import sessionstate
 from cells import FORMATS, KvHeader
 from engine import Session
 from generation import FatalError
-from serveloop import Answers, Loop
-from sessionfile import SessionError, inspect_session, read_session, verify_session, write_session
-from sessionimages import seal
-from sessionlayout import KvLayer, Limits
-from tinyengine import (
+from given_engine import (
     MODELS,
     TURN,
     ask,
@@ -36,6 +32,10 @@ from tinyengine import (
     tree,
     trunk,
 )
+from given_images import seal
+from serveloop import Answers, Loop
+from sessionfile import SessionError, inspect_session, read_session, verify_session, write_session
+from sessionlayout import KvLayer, Limits
 from verbs import GenRequest, RequestError
 
 COMBINATIONS = [

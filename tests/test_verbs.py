@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import httpfront
 import serveloop
 import verbs
-from verbs import KINDS, RECORDS, RequestError, line_of, parse_gen, read
+from verbs import KINDS, RECORDS, RequestError, SamplingOptions, line_of, parse_gen, read
 
 RNG = random.Random(11)
 LETTERS = "abcXYZ"
@@ -166,3 +167,65 @@ def test_an_allowance_is_one_that_a_reader_takes():
     for size_bytes in (0, 1 << 22, 2**63):
         phase = verbs.Phase("capture", verbs.allowance_s(size_bytes))
         assert read(line_of(phase), verbs.Phase) == phase
+
+
+# --- The GEN line ---
+
+
+def test_keys_of_a_request():
+    request = parse_gen(
+        b"7 temperature=0.5 top_p=.9 top_k=40 min_p=5e-2 seed=18446744073709551615 repeat_penalty=1.1 mirostat=2"
+        b" repeat_last_n=32 presence_penalty=-0.5 frequency_penalty=+1. ckpt=0 stop=5,6,5 x.y-z=a=b 1 2, 3  4 ,5 "
+    )
+    assert request.max_new == 7
+    assert request.sampling == SamplingOptions(0.5, 0.9, 40, 0.05, 2**64 - 1, 1.1, 32, -0.5, 1.0)
+    assert (request.stop, request.checkpoint) == (frozenset({5, 6}), False)
+    assert request.prompt.dtype == np.int32
+    assert request.prompt.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_request_without_keys_has_the_defaults():
+    request = parse_gen(b"0 007,2147483647")
+    assert request.prompt.tolist() == [7, 2**31 - 1]
+    assert request[1:] == (0, SamplingOptions(), frozenset(), True, True, False)
+
+
+def test_the_keys_of_the_reference_do_what_they_say():
+    """Spelled as its own server spells them; the last of two spellings holds."""
+    request = parse_gen(
+        b"7 penalty_repeat=1.1 penalty_freq=0.25 penalty_present=-0.5 penalty_last_n=32 cvec=0 source=1 3"
+    )
+    assert request.sampling == SamplingOptions(
+        repeat_penalty=1.1, frequency_penalty=0.25, presence_penalty=-0.5, repeat_last_n=32
+    )
+    assert (request.steered, request.source) == (False, True)
+    assert parse_gen(b"7 repeat_penalty=1.2 penalty_repeat=1.1 3").sampling.repeat_penalty == 1.1
+    assert parse_gen(b"7 penalty_repeat=1.1 3").sampling.repeat_last_n == 64
+    for bad in (b"penalty_repeat=0", b"penalty_last_n=-1", b"penalty_freq=x", b"cvec=2", b"source=yes"):
+        with pytest.raises(RequestError, match=bad.decode().partition("=")[0]):
+            parse_gen(b"7 " + bad + b" 3")
+
+
+def plain_ids(text):
+    """The plain form of the id list: split at commas, then at blanks; None where it is refused."""
+    pieces = [piece.split() for piece in text.split(",")]
+    if not all(pieces) or not all(re.fullmatch("[0-9]+", word) for piece in pieces for word in piece):
+        return None
+    ids = [int(word) for piece in pieces for word in piece]
+    return ids if max(ids) < 2**31 else None
+
+
+def test_id_lists_are_read_as_by_the_plain_form():
+    rng = random.Random(7)
+    accepted = 0
+    for _ in range(5000):
+        alphabet = rng.choice(["0123456789, ", "19, ", "12345,-+x=.", "9" * 10 + ","])
+        text = "".join(rng.choices(alphabet, k=rng.randint(1, 30)))
+        expected = plain_ids(text)
+        try:
+            found = parse_gen(b"1 " + text.encode()).prompt.tolist()
+            accepted += 1
+        except RequestError:
+            found = None
+        assert found == expected, text
+    assert 500 < accepted < 4500

@@ -29,13 +29,13 @@ class Counting:
         left_out = [item for item in items if item.path.name.startswith("test_faults") and "is_found" in item.name]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-        import faultlayer
+        import given_faults
 
         for (module, name), kind in COUNTED.items():
             function = getattr(sys.modules[module], name)
 
             def counted(*arguments, function=function, kind=kind, **named):
-                faultlayer.count(kind)
+                given_faults.count(kind)
                 return function(*arguments, **named)
 
             setattr(sys.modules[module], name, functools.wraps(function)(counted))
@@ -44,13 +44,13 @@ class Counting:
 def main(*arguments: str) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         code = pytest.main([*map(str, FILES), *arguments], plugins=[Counting()])
-    import faultlayer
+    import given_faults
 
     print("| failure | injected |")
     print("| --- | ---: |")
-    for kind, number in sorted(faultlayer.INJECTED.items()):
+    for kind, number in sorted(given_faults.INJECTED.items()):
         print(f"| {kind} | {number} |")
-    print(f"| in all | {faultlayer.INJECTED.total()} |")
+    print(f"| in all | {given_faults.INJECTED.total()} |")
     return int(code)
 
 

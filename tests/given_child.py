@@ -1,6 +1,6 @@
 """A child that speaks the engine's verbs without a model, and breaks the rules when a test tells it to.
 
-Usage: scripted_child.py FOLDER. It holds a list of token ids, generates bytes of a fixed answer and saves its list as
+Usage: given_child.py FOLDER. It holds a list of token ids, generates bytes of a fixed answer and saves its list as
 JSON. A file named after a verb (or START) in FOLDER scripts the answer to the next such verb: each of its lines is
 printed, but for directives:
 

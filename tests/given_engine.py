@@ -15,6 +15,8 @@ from options import EngineOptions
 from verbs import Done, GenRequest, PromptProgress, Resume, Reused, SamplingOptions, Source, Token
 
 MODELS = pathlib.Path(__file__).parent / "data" / "model"
+KINDS = ["llama", "qwen35", "qwen3next", "qwen35moe", "qwen4exp", "qwen4exp-8layers"]
+FORMATS = ["fp16", "int8", "q4_0", "k8v4"]
 CONTEXT = 256
 TURN = 5  # starts a turn in every model here; most have no tokenizer that would name one
 DEFAULTS = {
@@ -90,6 +92,24 @@ def ask(
 def next_turn(prompt, reply: Reply, seed: int, n: int = 9) -> np.ndarray:
     """The prompt of the turn behind an answered one: its tokens, the whole answer, and a new message."""
     return joined(prompt, reply.tokens, TURN, ids(n - 1, seed))
+
+
+def conversation(session, turns=3, n=30, max_new=7):
+    """The last prompt and reply of a conversation of some turns."""
+    prompt, reply = joined(TURN, ids(n - 1)), None
+    for turn in range(turns):
+        if reply:
+            prompt = next_turn(prompt, reply, turn)
+        reply = ask(session, prompt, max_new)
+    return prompt, reply
+
+
+def assert_like_fresh(session, prompt, reply, max_new, **sampling):
+    """Hold tokens and bits of an answered request to those of a session that knows nothing else."""
+    fresh = Session(session.engine)
+    expected = ask(fresh, prompt, max_new, **sampling)
+    assert reply.tokens == expected.tokens
+    assert trunk(session) == trunk(fresh)
 
 
 # --- what is held

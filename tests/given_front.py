@@ -12,13 +12,13 @@ import time
 import gguf
 import httpx
 
+import given_child
 import httpfront
-import scripted_child
 from httpfront import Front, FrontOptions, FrontServer
 from httpguard import Access
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED
 
-CHILD = str(pathlib.Path(scripted_child.__file__))
+CHILD = str(pathlib.Path(given_child.__file__))
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -37,14 +37,14 @@ def write_tokenizer_model(path, template: str | None = TEMPLATE, *, n_marks: int
 
     ``n_marks``: only the first of these; ``add`` gets the writer for further keys.
     """
-    marks = scripted_child.MARKS[:n_marks]
+    marks = given_child.MARKS[:n_marks]
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*sorted(BYTE_OF, key=BYTE_OF.get), *marks])
     writer.add_token_types([1] * 256 + [CONTROL] * 3 + [USER_DEFINED] * (len(marks) - 3))
     writer.add_token_merges([])
-    writer.add_eos_token_id(scripted_child.END_ID)
+    writer.add_eos_token_id(given_child.END_ID)
     if template is not None:
         writer.add_chat_template(template)
     if add is not None:
