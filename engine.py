@@ -32,8 +32,9 @@ from modelfile import GgufError, embedded_model
 from modelweights import load_model
 from options import DEFAULT_CONTEXT, DEFAULT_WINDOW, VERSION, EngineOptions
 from promptcache import Parked, Timeline, common_start
-from sessionfile import Identity, SessionError, SessionReader, read_tokens, save_peak_bytes, write_session
+from sessionfile import SessionReader, read_tokens, write_session
 from sessionfolder import names_at_exit
+from sessionlayout import Identity, SessionError, save_peak_bytes
 from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
 
 SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so

@@ -23,8 +23,8 @@ import verbs
 from engine import Engine, Session
 from generation import FatalError, RequestFailed
 from options import EngineOptions
-from sessionfile import SessionError
 from sessionfolder import sweep
+from sessionlayout import SessionError
 from verbs import RequestError, line_of
 
 MAX_LINE_BYTES = 64 << 20  # nine million ids; a longer line is a mistake, and must not cost memory

@@ -10,13 +10,14 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import blockfile
 from blockfile import BLOCK_BYTES, BlockReader, BlockWriter, Check, NotPlainFile, Phase, Progress
 from plainhash import hash64
+from sessioninfo import Peek, SessionInfo
 from sessionlayout import (
     COUNT,
     END_MARK,
@@ -33,22 +34,18 @@ from sessionlayout import (
     STATE_ARRAYS,
     TRAILER,
     VERSION,
-    Checkpoint,
     Extent,
     Header,
     Identity,
     Image,
-    KvHeader,
-    KvLayer,
     KvSink,
     KvSource,
     Limits,
+    Record,
     SessionError,
-    deepest,
     hex64,
     invalid,
     read_peak_bytes,
-    save_peak_bytes,
     starts_like_session,
     stream_peak_bytes,
 )
@@ -56,35 +53,6 @@ from sessionparse import Keep, Structure, check_size, check_trailer, read_header
 
 if TYPE_CHECKING:
     import checksum
-
-__all__ = [
-    "STATE_ARRAYS",
-    "Checkpoint",
-    "Extent",
-    "Identity",
-    "Image",
-    "KvHeader",
-    "KvLayer",
-    "KvSink",
-    "KvSource",
-    "Limits",
-    "Peek",
-    "SessionError",
-    "SessionInfo",
-    "SessionReader",
-    "deepest",
-    "inspect_session",
-    "list_sessions",
-    "may_replace",
-    "peek_session",
-    "read_peak_bytes",
-    "read_session",
-    "save_peak_bytes",
-    "starts_like_session",
-    "stream_peak_bytes",
-    "verify_session",
-    "write_session",
-]
 
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -253,8 +221,8 @@ class _Output:
 
 def _write_contents(output: _Output, image: Image, identity: Identity, layers: Sequence[KvSource]) -> None:
     """Header, payload and trailer, whose hash is that of the payload alone."""
-    fields = (START_MARK, VERSION, HEADER.size, *identity, _payload_bytes(image, layers), 0, 0)
-    head = HEADER.pack(*fields, 0)[: -COUNT.size]
+    header = Header(START_MARK, VERSION, HEADER.size, *identity, _payload_bytes(image, layers), 0, 0, 0)
+    head = HEADER.pack(*header)[: -COUNT.size]
     output.put(head + COUNT.pack(hash64(head)))
     output.hash = _payload_hash()
     output.put(GEOMETRY.pack(*image.geometry))
@@ -269,7 +237,7 @@ def _write_contents(output: _Output, image: Image, identity: Identity, layers: S
     output.put(TRAILER.pack(output.hash.digest(), END_MARK))
 
 
-def _write_record(output: _Output, record: Checkpoint) -> None:
+def _write_record(output: _Output, record: Record) -> None:
     output.put(COUNT.pack(record.n_tokens))
     output.put(np.ascontiguousarray(record.ids, "<i4"))
     output.put(COUNT.pack(record.n_images) + b"".join(IMAGE.pack(*image) for image in record.images))
@@ -550,64 +518,6 @@ class SessionReader:
 LOOK_LIMITS = Limits()
 
 
-class SessionInfo(NamedTuple):
-    """What a file says of itself; the arrays of `image` are Extents."""
-
-    path: str
-    size_bytes: int
-    modified_s: float
-    identity: Identity
-    payload_hash: int
-    image: Image
-
-    @property
-    def kv_bytes(self) -> int:
-        return sum(sum(layer.part_sizes) for layer in self.image.kv) + self.image.unlisted.kv_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """The running state and the checkpoints'."""
-        listed = sum(array.size for record in self.image.records for array in record.state)
-        return listed + self.image.unlisted.state_bytes
-
-    @property
-    def rest(self) -> str:
-        """What there is beyond the checkpoints and layers listed, and whether it was looked at; "" for nothing."""
-        rest = self.image.unlisted
-        if not rest.n_checkpoints and not rest.n_layers:
-            return ""
-        more = f"{rest.n_checkpoints} more checkpoints, {rest.n_layers} more layers"
-        return more if rest.looked_at else f"what is behind these was not looked at: {more} at least"
-
-    def as_dict(self) -> dict:
-        """Everything as JSON can hold it; 64-bit identities are hexadecimal, as JSON numbers lose digits."""
-        image = self.image
-        return {
-            "size_bytes": self.size_bytes,
-            "modified_s": self.modified_s,
-            "version": VERSION,
-            "model": hex64(self.identity.model),
-            "config": hex64(self.identity.config),
-            "payload_hash": hex64(self.payload_hash),
-            "geometry": list(image.geometry),
-            "layers": [image.layer_lo, image.layer_hi],
-            "control_vector": image.cvec,
-            "live": _record_dict(image.live),
-            "checkpoints": [_record_dict(checkpoint) for checkpoint in image.checkpoints],
-            "kv_layers": [
-                layer.header._asdict() | {"part_bytes": dict(zip(KV_PARTS, layer.part_sizes, strict=True))}
-                for layer in image.kv
-            ],
-            "kv_bytes": self.kv_bytes,
-            "state_bytes": self.state_bytes,
-        } | ({"not_listed": vars(image.unlisted)} if self.rest else {})
-
-
-def _record_dict(record: Checkpoint) -> dict:
-    sizes = {name: array.size for name, array in zip(STATE_ARRAYS, record.state, strict=True)}
-    return {"n_tokens": record.n_tokens, "n_images": record.n_images, "used": record.used, "state_bytes": sizes}
-
-
 def inspect_session(path: str) -> SessionInfo:
     """What is in a file, from its header and structure; arrays are stepped over, and nothing is proved of them.
 
@@ -633,17 +543,6 @@ def _info(path: str, reader: BlockReader, header: Header, image: Image, payload_
     return SessionInfo(path, reader.size_bytes, reader.modified_s, identity, payload_hash, image)
 
 
-class Peek(NamedTuple):
-    """What the header of a file and its first count say, or why they cannot be used."""
-
-    name: str
-    size_bytes: int = 0
-    modified_s: float = 0.0
-    n_tokens: int = 0
-    identity: Identity | None = None
-    refusal: SessionError | None = None
-
-
 def peek_session(path: str) -> Peek:
     """A file's header and token count, for listings; raises SessionError."""
     with _system_failures(_reading), BlockReader(os.fspath(path)) as reader:
@@ -665,26 +564,3 @@ def read_tokens(path: str, max_tokens: int) -> tuple[Identity, np.ndarray]:
         source.skip(LIVE_OFFSET - source.offset)
         ids = Structure(source, Limits(max_tokens=max_tokens), Keep.TOKENS).token_ids("live")
         return Identity(header.model, header.config), ids
-
-
-def list_sessions(folder: str) -> list[Peek]:
-    """The session files of a folder by name; hidden files and files of other kinds are left out."""
-    with _system_failures(lambda: f"reading the folder '{folder}'"), os.scandir(folder) as entries:
-        names = [e.name for e in entries if not e.name.startswith(".") and e.is_file(follow_symlinks=False)]
-    entries = (_list_entry(folder, name) for name in sorted(names))
-    return [entry for entry in entries if entry]
-
-
-def _list_entry(folder: str, name: str) -> Peek | None:
-    path = os.path.join(folder, name)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if file.read(len(START_MARK)) != START_MARK:
-                return None
-        return peek_session(path)
-    except FileNotFoundError:
-        return None  # gone since the folder was read
-    except OSError as error:
-        return Peek(name, refusal=SessionError("io", "os", f"{_reading()}: {error.strerror}"))
-    except SessionError as error:
-        return Peek(name, refusal=error)

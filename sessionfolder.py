@@ -7,6 +7,7 @@ named, read or removed.
 Read next: ``httpfront.py``, which answers with this; ``sessionfile.py``, which writes the files.
 """
 
+import contextlib
 import os
 import stat
 import threading
@@ -78,6 +79,7 @@ class SavedSession(NamedTuple):
 def inspect_file(path: str) -> SavedSession | None:
     """What a session file says of itself, None for a file of another kind or one that has gone."""
     import sessionfile
+    import sessionlayout
 
     try:
         if not _starts_like_session(path):
@@ -85,19 +87,55 @@ def inspect_file(path: str) -> SavedSession | None:
         info = sessionfile.inspect_session(path)
     except FileNotFoundError:
         return None
-    except (sessionfile.SessionError, OSError) as error:
+    except (sessionlayout.SessionError, OSError) as error:
         return SavedSession(problem=str(error))
     return SavedSession(info.image.live.n_tokens, f"{info.identity.model:016x}", f"{info.identity.config:016x}")
 
 
 def sweep(folder: str) -> int:
     """Remove what killed saves left behind in a folder, and return how many files that were."""
-    from sessionfile import START_MARK, starts_like_session
+    from sessionlayout import START_MARK, starts_like_session
 
     def is_ours(start: bytes) -> bool:  # or none of its bytes reached the disk
         return starts_like_session(start) or not start.strip(b"\0")
 
     return unfinished.sweep(folder, is_ours, len(START_MARK))
+
+
+def list_sessions(folder: str) -> list:
+    """A `Peek` for each session file of a folder, by name; a file that cannot be used says why.
+
+    Raises SessionError where the folder cannot be read.
+    """
+    from sessionlayout import SessionError
+
+    try:
+        names = sorted(entry.name for entry in _regular_files(folder))
+    except OSError as error:
+        raise SessionError("io", "os", f"reading the folder '{folder}': {error.strerror}") from error
+    return [found for name in names if (found := _peek(os.path.join(folder, name)))]
+
+
+def _peek(path: str):
+    import sessionfile
+    import sessioninfo
+    from sessionlayout import SessionError
+
+    try:
+        return sessionfile.peek_session(path) if _starts_like_session(path) else None
+    except FileNotFoundError:
+        return None  # gone since the folder was read
+    except OSError as error:
+        error = SessionError("io", "os", f"reading the file: {error.strerror}")
+        return sessioninfo.Peek(os.path.basename(path), refusal=error)
+    except SessionError as error:
+        return sessioninfo.Peek(os.path.basename(path), refusal=error)
+
+
+def _regular_files(folder: str) -> list[os.DirEntry]:
+    """Files of a folder that may be saved sessions: hidden ones are unfinished, links lead elsewhere."""
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".") and entry.is_file(follow_symlinks=False)]
 
 
 class SessionFolder:
@@ -157,18 +195,12 @@ class SessionFolder:
         return status.st_size
 
     def _files(self) -> list[tuple[str, os.stat_result]]:
-        """Regular files with usable names; unfinished ones have a leading dot and are not among them."""
+        """Those with a name that a client may use."""
         found = []
-        try:
-            with os.scandir(self.path) as entries:
-                for entry in entries:
-                    try:
-                        if entry.is_file(follow_symlinks=False):
-                            found.append((check_filename(entry.name), entry.stat(follow_symlinks=False)))
-                    except (NameRefused, FileNotFoundError):
-                        continue  # not ours, or gone since
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in _regular_files(self.path):
+                with contextlib.suppress(NameRefused, FileNotFoundError):  # not ours, or gone since
+                    found.append((check_filename(entry.name), entry.stat(follow_symlinks=False)))
         return found
 
     def _look(self, name: str, status: os.stat_result) -> SavedSession | None:
@@ -199,7 +231,7 @@ def _entry(name: str, status: os.stat_result, saved: SavedSession, model: str | 
 
 def _starts_like_session(path: str) -> bool:
     """Whether the first bytes are those of a session file of any version, sound or damaged."""
-    from sessionfile import START_MARK
+    from sessionlayout import START_MARK
 
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         return file.read(len(START_MARK) - 1) == START_MARK[:-1]

@@ -6,6 +6,7 @@ integers are little-endian and of fixed width, so an image and an identity give 
 """
 
 import struct
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -18,7 +19,11 @@ from cells import KvHeader
 START_MARK = b"STRSESS\x01"
 END_MARK = b"STRSEND\x01"
 VERSION = 1
-HEADER = struct.Struct("<8sIIQQQQQQ")
+HEADER_FIELDS = {
+    "magic": "8s", "version": "I", "header_bytes": "I", "model": "Q", "config": "Q", "payload_bytes": "Q",
+    "reserved_1": "Q", "reserved_2": "Q", "hash": "Q",
+}  # fmt: skip
+HEADER = struct.Struct("<" + "".join(HEADER_FIELDS.values()))
 GEOMETRY = struct.Struct("<18q")
 LAYER_RANGE = struct.Struct("<2q")
 COUNT = struct.Struct("<Q")
@@ -78,16 +83,13 @@ def hex64(value: int) -> str:
 # --- Records ---
 
 
-class Header(NamedTuple):
-    magic: bytes
-    version: int
-    header_bytes: int
-    model: int
-    config: int
-    payload_bytes: int
-    reserved_1: int
-    reserved_2: int
-    hash: int
+Header = namedtuple("Header", HEADER_FIELDS)
+
+
+def header_offset(field: str) -> int:
+    """Byte of a header field in a file."""
+    names = list(HEADER_FIELDS)
+    return struct.calcsize("<" + "".join(HEADER_FIELDS[name] for name in names[: names.index(field)]))
 
 
 class Identity(NamedTuple):
@@ -124,7 +126,7 @@ class KvSink(Protocol):
 
 
 @dataclass(eq=False)
-class Checkpoint:
+class Record:
     """Everything that folds a token prefix into fixed size: the live conversation, or a checkpoint of it.
 
     The five state arrays are uint8, or Extents where only their place in the file was asked for.
@@ -189,13 +191,13 @@ class Image:
     layer_lo: int
     layer_hi: int
     cvec: bool
-    live: Checkpoint
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    live: Record
+    checkpoints: list[Record] = field(default_factory=list)
     kv: list[KvLayer] = field(default_factory=list)
     unlisted: Unlisted = field(default_factory=Unlisted)
 
     @property
-    def records(self) -> list[Checkpoint]:
+    def records(self) -> list[Record]:
         """The live record and the checkpoints, in the order of the file."""
         return [self.live, *self.checkpoints]
 
@@ -249,7 +251,7 @@ def save_peak_bytes(checkpoint_bytes: int, state_bytes: int, n_tokens: int, n_im
     return min(BLOCK_BYTES + MIB + records + layers, OPEN)
 
 
-def deepest(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+def deepest(checkpoints: Sequence[Record]) -> Record | None:
     """The checkpoint that a save takes: most tokens, the first of equals, among the pinned ones if there are any."""
     pinned = [checkpoint for checkpoint in checkpoints if checkpoint.pinned]
     return max(pinned or checkpoints, key=lambda checkpoint: checkpoint.n_tokens, default=None)

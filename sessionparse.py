@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from cells import KvHeader
 from plainhash import hash64
 from sessionlayout import (
     COUNT,
@@ -32,16 +33,16 @@ from sessionlayout import (
     STATE_ARRAYS,
     TRAILER,
     VERSION,
-    Checkpoint,
     Extent,
     Header,
     Identity,
     Image,
-    KvHeader,
     KvLayer,
     Limits,
+    Record,
     SessionError,
     Unlisted,
+    header_offset,
     hex64,
     invalid,
 )
@@ -103,6 +104,10 @@ def check_trailer(source: Source, payload_hash: int | None) -> int:
     return stored
 
 
+def _wrong(reason: str, what: str, field: str, expected, found, advice: str = "") -> SessionError:
+    return invalid(reason, what, header_offset(field), expected, found, advice=advice)
+
+
 def read_header(source: Source, identity: Identity | None) -> Header:
     """The header, checked in the order of the format; any identity is taken when none is given."""
     raw = source.take(HEADER.size)
@@ -111,22 +116,21 @@ def read_header(source: Source, identity: Identity | None) -> Header:
         raise _foreign(raw)
     found = hash64(raw[: -COUNT.size])
     if header.hash != found:
-        raise invalid("header-hash", "header hash", HEADER.size - COUNT.size, hex64(found), hex64(header.hash))
+        raise _wrong("header-hash", "header hash", "hash", hex64(found), hex64(header.hash))
     if header.version != VERSION:
-        raise invalid(
-            "version", "format version", 8, VERSION, header.version, advice="this reader knows no other version"
-        )
+        advice = "this reader knows no other version"
+        raise _wrong("version", "format version", "version", VERSION, header.version, advice)
     if header.header_bytes != HEADER.size:
-        raise invalid("header-fields", "header size", 12, HEADER.size, header.header_bytes)
-    for offset, reserved in ((40, header.reserved_1), (48, header.reserved_2)):
-        if reserved:
-            raise invalid("header-fields", "reserved header field", offset, 0, hex64(reserved))
+        raise _wrong("header-fields", "header size", "header_bytes", HEADER.size, header.header_bytes)
+    for name in ("reserved_1", "reserved_2"):
+        if reserved := getattr(header, name):
+            raise _wrong("header-fields", "reserved header field", name, 0, hex64(reserved))
     if identity:
         _check_identity(header, identity)
     if header.payload_bytes != source.size_bytes - FRAME_BYTES:
         expected = source.size_bytes - FRAME_BYTES
         advice = f"the file has a size of {source.size_bytes} bytes: cut off, or something was appended"
-        raise invalid("size-mismatch", "payload length", 32, expected, header.payload_bytes, advice=advice)
+        raise _wrong("size-mismatch", "payload length", "payload_bytes", expected, header.payload_bytes, advice)
     return header
 
 
@@ -134,10 +138,10 @@ def _check_identity(header: Header, identity: Identity) -> None:
     advice = "it was saved with another {}; only that one can go on with it"
     if header.model != identity.model:
         what = advice.format("model")
-        raise invalid("model", "model fingerprint", 16, hex64(identity.model), hex64(header.model), advice=what)
+        raise _wrong("model", "model fingerprint", "model", hex64(identity.model), hex64(header.model), what)
     if header.config != identity.config:
         what = advice.format("configuration (backend, K/V format, context, rope, engine version)")
-        raise invalid("config", "config fingerprint", 24, hex64(identity.config), hex64(header.config), advice=what)
+        raise _wrong("config", "config fingerprint", "config", hex64(identity.config), hex64(header.config), what)
 
 
 def _foreign(raw: bytes) -> SessionError:
@@ -186,14 +190,14 @@ class Structure:
             raise invalid("payload-rest", "end of the payload", offset, "no bytes left", f"{self._left} bytes")
         return image
 
-    def _list(self, count: int, read: Callable[[int], Checkpoint | KvLayer], kept: list, rest: Unlisted) -> int:
+    def _list(self, count: int, read: Callable[[int], Record | KvLayer], kept: list, rest: Unlisted) -> int:
         """Read so many checkpoints or layers and keep them; returns how many are beyond what a layout lists."""
         n_kept = min(count, MOST_LISTED) if self._keep == Keep.LAYOUT else count
         kept.extend(read(i) for i in range(n_kept))
         rest.looked_at = self._whole or n_kept == count
         for i in range(n_kept, count if self._whole else n_kept):
             found = read(i)
-            if isinstance(found, Checkpoint):
+            if isinstance(found, Record):
                 rest.state_bytes += sum(array.size for array in found.state)
             else:
                 rest.kv_bytes += sum(found.part_sizes)
@@ -252,7 +256,7 @@ class Structure:
         """The ids with which a record starts."""
         return self._array(self.count(f"token ids of {name}", 4, self._limits.max_tokens), "<i4", Keep.TOKENS)
 
-    def _record(self, name: str) -> Checkpoint:
+    def _record(self, name: str) -> Record:
         limits = self._limits
         ids = self.token_ids(name)
         images = self._images(self.count(f"images of {name}", IMAGE.size, limits.max_tokens))
@@ -264,9 +268,9 @@ class Structure:
             else:
                 state.append(self._array(size, "u1", Keep.STATE))
         (used,) = self._fixed(COUNT, f"last use of {name}")
-        return Checkpoint(ids, images, *state, used)
+        return Record(ids, images, *state, used)
 
-    def _checkpoint(self, index: int) -> Checkpoint:
+    def _checkpoint(self, index: int) -> Record:
         return self._record(f"checkpoint {index}")
 
     def _images(self, count: int) -> list[tuple[int, int]] | Extent:

@@ -10,8 +10,7 @@ import numpy as np
 import cpumemory
 from kvcache import Cache, CacheShape, Snapshot
 from promptcache import Parked, Timeline
-from sessionlayout import STATE_ARRAYS, Image, KvLayer, KvSource, Limits, SessionError
-from sessionlayout import Checkpoint as Record
+from sessionlayout import STATE_ARRAYS, Image, KvLayer, KvSource, Limits, Record, SessionError
 
 
 def _record(ids: np.ndarray, arrays, used: int) -> Record:

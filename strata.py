@@ -400,16 +400,16 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def _each_file(args: argparse.Namespace, look: Callable[[str], None], refusals) -> int:
     """Call `look` with every file named; exit code 1 if any was refused."""
-    import sessionfile
+    import sessionlayout
 
     exit_code = EXIT_OK
     for path in args.files:
         try:
             if path == "-":
                 text = "standard input cannot be read by position; name a file (./- for one of this name)"
-                raise sessionfile.SessionError("invalid", "not-regular", text)
+                raise sessionlayout.SessionError("invalid", "not-regular", text)
             look(path)
-        except sessionfile.SessionError as error:
+        except sessionlayout.SessionError as error:
             exit_code = EXIT_FAILED
             if args.json:
                 names = ("kind", "reason", "section", "offset", "expected", "found")
@@ -438,7 +438,7 @@ def _print_info(info) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sessionfile import STATE_ARRAYS
+    from sessionlayout import STATE_ARRAYS
 
     image = info.image
     checkpoints = ", ".join(str(checkpoint.n_tokens) for checkpoint in image.checkpoints)
@@ -502,11 +502,12 @@ def _progress_lines(path: str) -> Callable[[int, int], None]:
 
 def run_list(args: argparse.Namespace) -> int:
     """One line for each session file of a folder; exit code 1 if one of them has a damaged header."""
-    import sessionfile
+    import sessionfolder
+    import sessionlayout
 
     try:
-        entries = sessionfile.list_sessions(args.folder)
-    except sessionfile.SessionError as error:
+        entries = sessionfolder.list_sessions(args.folder)
+    except sessionlayout.SessionError as error:
         raise CommandError(str(error)) from error
     for entry in entries:
         if args.json:

@@ -17,7 +17,7 @@ from numba.core import event
 from engine import Engine, Session
 from jit import KERNELS
 from options import EngineOptions
-from sessionfile import SessionError
+from sessionlayout import SessionError
 from verbs import GenRequest
 
 

@@ -33,7 +33,8 @@ import backend
 from blockfile import BLOCK_BYTES
 from cells import FORMATS, PAGE
 from kvcache import CacheShape, LayerPool
-from sessionfile import Checkpoint, Identity, Image, Limits, SessionReader, verify_session, write_session
+from sessionfile import SessionReader, verify_session, write_session
+from sessionlayout import Identity, Image, Limits, Record
 from sessionstate import StateSink
 
 N_TOKENS, FILE_BYTES = 63_025, 1_198_691_376
@@ -67,7 +68,7 @@ class Conversation:
         state_bytes = (round(STATE_BYTES[0] * state_share), *STATE_BYTES[1:])
         self.states = [StateSink([np.resize(TILE, size) for size in state_bytes]) for _ in range(2)]
         ids = np.random.default_rng(1).integers(0, 150_000, n_tokens, dtype=np.int32)
-        records = [Checkpoint(ids, [], *state.arrays) for state in self.states]
+        records = [Record(ids, [], *state.arrays) for state in self.states]
         self.image = Image(GEOMETRY, 0, 48, False, records[0], records[1:])
         for window in self.windows:
             for part, size in enumerate(window.part_sizes):

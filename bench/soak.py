@@ -24,7 +24,7 @@ import psutil
 
 from engine import Engine, Session
 from options import EngineOptions
-from sessionfile import SessionError
+from sessionlayout import SessionError
 from verbs import GenRequest, RequestError, Token
 
 CONTEXT = 256

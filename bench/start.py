@@ -22,7 +22,8 @@ from machine import machine_facts, write_figures
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from sessionfile import Checkpoint, Identity, Image, write_session
+from sessionfile import write_session
+from sessionlayout import Identity, Image, Record
 
 COMMAND = (sys.executable, str(pathlib.Path(__file__).resolve().parent.parent / "strata.py"))
 ALLOWED_S = {"strata --help": 0.15, "strata session inspect": 0.6, "strata --serve until READY": 2.0}
@@ -74,7 +75,7 @@ def main() -> None:
     print(f"machine: {', '.join(f'{name} {value}' for name, value in machine.items())}")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "bench.bin")
-        image = Image((1,) * 18, 0, 1, False, Checkpoint(np.arange(5, dtype=np.int32)))
+        image = Image((1,) * 18, 0, 1, False, Record(np.arange(5, dtype=np.int32)))
         write_session(path, image, Identity(1, 2))
         starts = (functools.partial(run_s, "--help"), functools.partial(run_s, "session", "inspect", path), ready_s)
         rows = [row(work, start_s, args.rounds) for work, start_s in zip(ALLOWED_S, starts, strict=True)]

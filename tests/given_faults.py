@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 import blockfile
+import disksystem
 
 # What a full disk, a full table, a broken device, a foreign owner and an unlucky moment say.
 CODES = (
@@ -81,7 +82,7 @@ def dies_half_way(call, arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class FaultySystem(blockfile.PosixSystem):
+class FaultySystem(disksystem.PosixSystem):
     """Notes every call in `calls`; the n-th one, of all or of those of one name, meets the fault."""
 
     def __init__(self, at: int = 0, fault: Fault = nothing, *, only: str = "", kind: str = ""):

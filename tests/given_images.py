@@ -7,8 +7,10 @@ import struct
 
 import numpy as np
 
+from cells import KvHeader
 from checksum import hash64
-from sessionfile import Checkpoint, Identity, Image, KvHeader, KvLayer, write_session
+from sessionfile import write_session
+from sessionlayout import Identity, Image, KvLayer, Record
 
 DATA = pathlib.Path(__file__).parent / "data" / "session"
 IMAGES = json.loads((DATA / "images.json").read_text())
@@ -37,11 +39,11 @@ def _bytes(description: dict) -> np.ndarray:
     return np.frombuffer(bytes.fromhex(description["hex"]), np.uint8)
 
 
-def _record(description: dict) -> Checkpoint:
+def _record(description: dict) -> Record:
     ids = description["ids"]
     ids = np.arange(*ids["range"], dtype=np.int32) if isinstance(ids, dict) else np.array(ids, np.int32)
     images = [(start, number(mark)) for start, mark in description["imgs"]]
-    return Checkpoint(ids, images, *(_bytes(description[name]) for name in ARRAYS), number(description["used"]))
+    return Record(ids, images, *(_bytes(description[name]) for name in ARRAYS), number(description["used"]))
 
 
 def image(name: str) -> Image:
@@ -104,10 +106,10 @@ class Pattern:
 
 
 def bare_image() -> Image:
-    return Image((1,) * 18, 0, 1, False, Checkpoint(np.arange(3, dtype=np.int32)))
+    return Image((1,) * 18, 0, 1, False, Record(np.arange(3, dtype=np.int32)))
 
 
 def write_empty_session(path, n_tokens: int, model: int = 0xAA, config: int = 0xBB) -> int:
     """A session file of so many tokens and nothing else; its size."""
-    image = Image((0,) * 18, 0, 1, False, Checkpoint(np.arange(n_tokens, dtype=np.int32)))
+    image = Image((0,) * 18, 0, 1, False, Record(np.arange(n_tokens, dtype=np.int32)))
     return write_session(str(path), image, Identity(model, config))

@@ -1,7 +1,7 @@
 """A live conversation, a file of another one, and what must hold of both after whatever fails."""
 
 from given_engine import TURN, ask, held, ids, joined, new_session, next_turn, tree
-from sessionfile import SessionError
+from sessionlayout import SessionError
 
 MODEL = "qwen4exp"  # of every kind of layer: recurrent, indexed, n-gram history, drafts
 

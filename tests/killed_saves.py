@@ -11,9 +11,11 @@ import sys
 
 import blockfile
 import sessionfile
+from cells import KvHeader
 from given_faults import FaultySystem, dies_after, dies_before, dies_half_way, installed
 from given_images import pattern
-from sessionfile import Checkpoint, Identity, Image, KvHeader, KvLayer, write_session
+from sessionfile import write_session
+from sessionlayout import Identity, Image, KvLayer, Record
 
 BLOCK_BYTES = 4096
 IDENTITY = Identity(7, 8)
@@ -24,7 +26,7 @@ DEATHS = {"before": dies_before, "after": dies_after, "half way": dies_half_way}
 def image(seed: int) -> Image:
     """Some 60 KiB of contents, other bytes for each seed."""
     parts = [pattern(size, 131, seed) for size in (40_000, 20_000, 0, 5, 100)]
-    checkpoint = Checkpoint(pattern(64, 1, seed).view("<i4"))
+    checkpoint = Record(pattern(64, 1, seed).view("<i4"))
     return Image((1,) * 18, 0, 1, False, checkpoint, [], [KvLayer(KvHeader(1, 4, 1, 64, 4, 0, 0), tuple(parts))])
 
 

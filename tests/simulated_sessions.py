@@ -24,7 +24,7 @@ from generation import FatalError
 from given_engine import ask, ids, new_engine, next_turn
 from modelconfig import ModelError
 from options import OptionRefused
-from sessionfile import SessionError
+from sessionlayout import SessionError
 
 assert given_simulator.config.ENABLE_CUDASIM
 

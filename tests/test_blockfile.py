@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import blockfile
+import disksystem
 from blockfile import BLOCK_BYTES, DIRECT_UNIT, BlockReader, BlockWriter
 from helperthread import HelperThread
 
@@ -16,7 +17,7 @@ SIZES = (1, 328, DIRECT_UNIT, DIRECT_UNIT + 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 *
 PLENTY = 1 << 50
 
 
-class Noting(blockfile.PosixSystem):
+class Noting(disksystem.PosixSystem):
     """Notes switches of direct transfers, advice and reads; the n-th read meets a fault. Any file system will do."""
 
     def __init__(self, available=PLENTY, fail_at=0, fault=None):
@@ -109,7 +110,7 @@ def test_a_real_direct_reading_that_is_cut_goes_on(file, monkeypatch):
     """The rest of a unit is no direct transfer, which real systems refuse."""
     path, data = file(SIZES[-1])
 
-    class Short(blockfile.PosixSystem):
+    class Short(disksystem.PosixSystem):
         def read(self, descriptor, data, offset):
             return super().read(descriptor, a_third(data), offset)
 
@@ -207,7 +208,7 @@ def test_a_replaced_file_lives_until_the_new_one_is_safe(tmp_path, monkeypatch):
     path.write_bytes(b"old")
     alive = []
 
-    class Holding(blockfile.PosixSystem):
+    class Holding(disksystem.PosixSystem):
         held = None
 
         def hold(self, folder, name):
@@ -240,7 +241,7 @@ def test_free_space_counts_what_a_replaced_file_took(tmp_path, monkeypatch):
 
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
-    system = blockfile.PosixSystem()
+    system = disksystem.PosixSystem()
     monkeypatch.setattr(blockfile, "system", system)
     monkeypatch.setattr(os, "close", slow)
     write(path)
@@ -260,13 +261,13 @@ def test_what_cannot_be_kept_or_let_go_in_a_thread_is_no_failure(tmp_path, monke
             raise OSError(errno.ENOMEM, "can't start new thread")
         return HelperThread()
 
-    class Loose(blockfile.PosixSystem):
+    class Loose(disksystem.PosixSystem):
         def hold(self, folder, name):
             raise OSError(errno.EMFILE, "no more files")
 
     monkeypatch.setattr(blockfile, "HelperThread", refuse)
     n_open = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
-    for system in (blockfile.PosixSystem(), Loose()):
+    for system in (disksystem.PosixSystem(), Loose()):
         monkeypatch.setattr(blockfile, "system", system)
         for data in (b"first", b"second"):
             write(path, data)

@@ -10,7 +10,8 @@ from controlvector import ControlVectorError, split_scale
 from engine import Session
 from given_engine import ask, ids, joined, new_engine, new_session, trunk
 from modelconfig import ModelError
-from sessionfile import SessionError, inspect_session
+from sessionfile import inspect_session
+from sessionlayout import SessionError
 
 N_LAYERS, N_EMBD = 4, 32  # of qwen4exp
 

@@ -16,12 +16,14 @@ import threading
 import pytest
 
 import blockfile
+import disksystem
 import killed_saves
 import unfinished
 from given_engine import held, tree
 from given_faults import FaultySystem, count, first, installed
 from given_session import Live, refusal_of
-from sessionfile import Limits, SessionError, inspect_session, may_replace, read_session, verify_session, write_session
+from sessionfile import inspect_session, may_replace, read_session, verify_session, write_session
+from sessionlayout import Limits, SessionError
 
 pytestmark = pytest.mark.faults
 
@@ -312,7 +314,7 @@ def test_a_file_and_a_link_that_change_places_while_restoring(tmp_path):
 
 def test_a_reader_that_follows_links_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        blockfile.PosixSystem, "open_existing", lambda self, path: os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        disksystem.PosixSystem, "open_existing", lambda self, path: os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     )
     assert "planted" in swapped_while_restoring(tmp_path)
 
@@ -321,7 +323,7 @@ def test_a_writer_that_follows_links_is_found(live, tmp_path, monkeypatch):
     def through(self, folder, source, destination):
         shutil.copy(f"/proc/self/fd/{folder}/{source}", f"/proc/self/fd/{folder}/{destination}")
 
-    monkeypatch.setattr(blockfile.PosixSystem, "rename", through)
+    monkeypatch.setattr(disksystem.PosixSystem, "rename", through)
     with pytest.raises((AssertionError, SessionError)):
         test_saving_over_what_is_no_plain_file(live, tmp_path)
 
@@ -339,13 +341,13 @@ def test_a_writer_whose_temporary_name_is_too_long_is_found(live, monkeypatch):
 
 
 def test_a_writer_that_makes_its_folder_again_is_found(live, monkeypatch):
-    create = blockfile.PosixSystem.create
+    create = disksystem.PosixSystem.create
 
     def anew(self, folder, name):
         (live.folder.parent / "vanishing").mkdir(exist_ok=True)
         return create(self, folder, name)
 
-    monkeypatch.setattr(blockfile.PosixSystem, "create", anew)
+    monkeypatch.setattr(disksystem.PosixSystem, "create", anew)
     with pytest.raises(AssertionError):
         test_a_folder_that_vanishes("create", live)
 

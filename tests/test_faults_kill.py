@@ -15,8 +15,8 @@ import unfinished
 from given_engine import DEFAULTS, MODELS, tree
 from given_faults import count
 from options import EngineOptions
-from sessionfile import list_sessions, verify_session, write_session
-from sessionfolder import SessionFolder, sweep
+from sessionfile import verify_session, write_session
+from sessionfolder import SessionFolder, list_sessions, sweep
 
 SCRIPT = pathlib.Path(killed_saves.__file__)
 LEFTOVER = re.compile(r"\.chat\.bin\.[0-9a-f]{16}\.tmp")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import blockfile
+import disksystem
 import kvcache
 import sessionfile
 import sessionstate
@@ -27,8 +28,8 @@ from given_faults import CODES, KINDS, FaultySystem, count, fails, first, instal
 from given_images import seal
 from given_session import MODEL, Live, refusal_of
 from helperthread import HelperThread
-from sessionfile import SessionError, SessionReader
-from sessionlayout import FRAME_BYTES, HEADER, TRAILER
+from sessionfile import SessionReader
+from sessionlayout import FRAME_BYTES, HEADER, TRAILER, SessionError
 
 pytestmark = pytest.mark.faults
 
@@ -151,7 +152,7 @@ def test_a_restore_of_what_is_not_cached_whose_nth_call_fails(available_bytes, c
     """Both ways of reading, on whatever file system: a direct transfer that is refused is repeated."""
     monkeypatch.setattr(blockfile, "_is_cached", lambda descriptor, size_bytes: False)
     monkeypatch.setattr(blockfile, "_available_bytes", lambda: available_bytes)
-    monkeypatch.setattr(blockfile.PosixSystem, "set_direct", lambda self, descriptor, on: None)
+    monkeypatch.setattr(disksystem.PosixSystem, "set_direct", lambda self, descriptor, on: None)
     repeated = {"read"} if code == errno.EINVAL and not available_bytes else set()
     assert failing_restores(live, code) == RESTORING - repeated
 
@@ -457,9 +458,9 @@ def broken_writer(monkeypatch):
         target = ".".join(name.split(".")[1:-2])
         return os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
-    monkeypatch.setattr(blockfile.PosixSystem, "create", create)
-    monkeypatch.setattr(blockfile.PosixSystem, "rename", lambda *arguments: None)
-    monkeypatch.setattr(blockfile.PosixSystem, "unlink", lambda *arguments: None)
+    monkeypatch.setattr(disksystem.PosixSystem, "create", create)
+    monkeypatch.setattr(disksystem.PosixSystem, "rename", lambda *arguments: None)
+    monkeypatch.setattr(disksystem.PosixSystem, "unlink", lambda *arguments: None)
 
 
 def broken_discard(monkeypatch):

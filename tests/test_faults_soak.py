@@ -9,7 +9,7 @@ from engine import Session
 from given_engine import shared_engine
 from given_faults import count
 from kvcache import Cache
-from sessionfile import SessionError
+from sessionlayout import SessionError
 
 pytestmark = pytest.mark.soak
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 import pytest
 
 import blockfile
-from blockfile import BlockReader, BlockWriter, WindowsSystem
+import disksystem
+from blockfile import BlockReader, BlockWriter
+from disksystem import WindowsSystem
 from given_faults import CODES, KINDS, count
 from given_images import identity, image, plain
 from given_session import refusal_of
-from sessionfile import SessionError, read_session, verify_session, write_session
-from sessionlayout import Limits
+from sessionfile import read_session, verify_session, write_session
+from sessionlayout import Limits, SessionError
 
 NAME = "ckpt1_images_2kv"
 FOLDER = "C:\\chats"
@@ -389,8 +391,8 @@ def test_a_name_that_is_taken_is_tried_again(play):
 
 
 def test_every_code_of_the_table_is_an_errno_with_a_kind():
-    assert set(blockfile.WINDOWS_ERRNO.values()) <= set(errno.errorcode)
-    kinds = {KINDS.get(number, "io") for number in blockfile.WINDOWS_ERRNO.values()}
+    assert set(disksystem.WINDOWS_ERRNO.values()) <= set(errno.errorcode)
+    kinds = {KINDS.get(number, "io") for number in disksystem.WINDOWS_ERRNO.values()}
     assert kinds == {"storage", "memory", "io"}
     assert {KINDS.get(code, "io") for code in CODES} == kinds
 

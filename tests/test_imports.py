@@ -37,11 +37,13 @@ ALLOWED = {
     "resources": set(),
     "unfinished": set(),
     "helperthread": set(),
-    "blockfile": {"helperthread", "resources", "unfinished"},
+    "disksystem": {"helperthread", "resources", "unfinished"},
+    "blockfile": {"disksystem", "helperthread", "unfinished"},
     "sessionlayout": {"blockfile", "cells"},
     "plainhash": set(),
-    "sessionparse": {"plainhash", "sessionlayout"},
-    "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "checksum", "plainhash"},
+    "sessionparse": {"cells", "plainhash", "sessionlayout"},
+    "sessioninfo": {"sessionlayout"},
+    "sessionfile": {"sessioninfo", "sessionlayout", "sessionparse", "blockfile", "checksum", "plainhash"},
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "modelfile"},
     "httpknown": set(),
@@ -65,10 +67,10 @@ ALLOWED = {
     "sessionstate": {"cpumemory", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "model", "promptcache", "sampling", "verbs"},
     "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs"},
-    "engine": {"conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
+    "engine": {"sessionlayout", "conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
     | {"backend", "cells", "controlvector", "kvcache", "sessionfolder", "verbs"},
-    "serveloop": {"engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},
+    "serveloop": {"sessionlayout", "engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},
     "httptools": set(),
     "httpanswer": {"httptools"},
     "httpfields": {"printable"},
@@ -86,7 +88,7 @@ ALLOWED = {
     "httpstatus": {"httpchild"},
     "httpconversation": {"httpanswer", "tokenizer"},
     "httpsignals": set(),
-    "sessionfolder": {"options", "printable", "sessionfile", "unfinished"},
+    "sessionfolder": {"options", "printable", "sessionfile", "sessioninfo", "sessionlayout", "unfinished"},
     "httpoptions": {"httpguard", "options", "printable", "sessionfolder"},
     "httpserver": {"httplines", "httplimits", "printable", "tokenizer"},
     "httptextworker": {"httpfields", "httpchat", "httpknown", "tokenizer"},
@@ -107,8 +109,9 @@ ALLOWED = {
     | {"tokenizer", "verbs"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration", "verbs"},
-    "warmup": {"engine", "jit", "options", "sessionfile", "verbs"},
-    "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "modelfile", "demo", "warmup"}
+    "warmup": {"sessionlayout", "engine", "jit", "options", "sessionfile", "verbs"},
+    "strata": {"demo", "engine", "httpfront", "modelfile", "serveloop", "sessionfile", "sessionfolder", "sessionlayout"}
+    | {"tokenizer", "warmup"}
     | {"options", "printable"},
 }
 

@@ -14,8 +14,8 @@ from generation import RequestFailed
 from given_engine import DEFAULTS, MODELS, TURN, ask, held, ids, joined, new_session
 from options import EngineOptions
 from sampling import NotFinite, next_token
-from sessionfile import SessionError, read_session, verify_session, write_session
-from sessionlayout import Limits
+from sessionfile import read_session, verify_session, write_session
+from sessionlayout import Limits, SessionError
 from verbs import SamplingOptions, Token
 
 HOSTILE = [np.nan, np.inf, -np.inf]

@@ -12,7 +12,8 @@ import pytest
 import generation
 from engine import Session
 from given_engine import TURN, ask, ids, joined, marks, new_engine, new_session, trunk
-from sessionfile import SessionError, inspect_session
+from sessionfile import inspect_session
+from sessionlayout import SessionError
 
 KINDS = ["llama", "qwen35", "qwen4exp"]
 FOLDING = ["qwen35", "qwen4exp"]

@@ -15,7 +15,7 @@ import serveloop
 from generation import RequestFailed
 from given_serveloop import PATIENCE_S, Chunks, ScriptedSession, done_event, echo, finishes, talk, waiter
 from serveloop import Commands, LineSplitter
-from sessionfile import SessionError
+from sessionlayout import SessionError
 from verbs import TERMINAL_WORDS, RequestError, Resume, Reused, Source, Token, allowance_s
 
 # --- Verbs and their lines ---

@@ -11,25 +11,28 @@ import numpy as np
 import pytest
 
 import blockfile
+import disksystem
 from blockfile import BLOCK_BYTES, free_space_folder
 from checksum import hash64
 from given_images import ARRAYS, DATA, IMAGES, READABLE, SMALL, UNREADABLE, identity, image, number, plain, seal
 from sessionfile import (
-    Checkpoint,
-    Identity,
-    Limits,
-    SessionError,
     SessionReader,
-    deepest,
     inspect_session,
-    list_sessions,
     peek_session,
-    read_peak_bytes,
     read_session,
-    save_peak_bytes,
-    stream_peak_bytes,
     verify_session,
     write_session,
+)
+from sessionfolder import list_sessions
+from sessionlayout import (
+    Identity,
+    Limits,
+    Record,
+    SessionError,
+    deepest,
+    read_peak_bytes,
+    save_peak_bytes,
+    stream_peak_bytes,
 )
 from verbs import allowance_s
 
@@ -335,7 +338,7 @@ def test_free_space_folder(vector):
 
 def test_deepest_checkpoint():
     def chain(*marks):
-        return [Checkpoint(np.arange(n, dtype=np.int32), pinned=pinned) for n, pinned in marks]
+        return [Record(np.arange(n, dtype=np.int32), pinned=pinned) for n, pinned in marks]
 
     assert deepest([]) is None
     plain_chain = chain((3, False), (9, False), (9, False), (5, False))
@@ -417,7 +420,7 @@ def test_missing_files_and_bad_paths_are_io(tmp_path):
 # --- Failures of the system while reading ---
 
 
-class FailingSystem(blockfile.PosixSystem):
+class FailingSystem(disksystem.PosixSystem):
     """Lets the n-th of the named calls fail."""
 
     def __init__(self, name: str, number: int, code: int):
@@ -425,7 +428,7 @@ class FailingSystem(blockfile.PosixSystem):
             self.left -= 1
             if self.left == 0:
                 raise OSError(code, os.strerror(code))
-            return getattr(blockfile.PosixSystem, name)(self, *arguments)
+            return getattr(disksystem.PosixSystem, name)(self, *arguments)
 
         self.left = number
         setattr(self, name, fail)
@@ -447,7 +450,7 @@ def test_a_failing_read_of_the_second_block(sample, monkeypatch):
 
 
 def test_short_reads_are_gone_on_with(sample, monkeypatch):
-    class ShortReads(blockfile.PosixSystem):
+    class ShortReads(disksystem.PosixSystem):
         def read(self, descriptor, data, offset):
             return super().read(descriptor, data[: data.size // 3 + 1], offset)
 
@@ -456,7 +459,7 @@ def test_short_reads_are_gone_on_with(sample, monkeypatch):
 
 
 def test_a_file_that_becomes_shorter_while_it_is_read(sample, monkeypatch):
-    class Shrinking(blockfile.PosixSystem):
+    class Shrinking(disksystem.PosixSystem):
         def read(self, descriptor, data, offset):
             return 0 if offset else super().read(descriptor, data, offset)
 
@@ -508,7 +511,7 @@ def test_verify_and_inspect_agree(sample):
 def test_inspecting_reads_only_header_and_structure(sample, monkeypatch):
     sizes = []
 
-    class Counting(blockfile.PosixSystem):
+    class Counting(disksystem.PosixSystem):
         def read(self, descriptor, data, offset):
             sizes.append(data.size)
             return super().read(descriptor, data, offset)

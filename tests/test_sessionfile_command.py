@@ -16,8 +16,9 @@ import pytest
 import sessionparse
 import strata
 from given_images import DATA, IMAGES, identity, image, number
-from sessionfile import Checkpoint, Identity, KvLayer, inspect_session, write_session
+from sessionfile import inspect_session, write_session
 from sessionfolder import SessionFolder
+from sessionlayout import Identity, KvLayer, Record
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STRATA = [sys.executable, str(ROOT / "strata.py"), "session"]
@@ -281,7 +282,7 @@ def test_help_needs_the_standard_library_alone():
 def many_records(path: pathlib.Path, n_checkpoints: int, n_layers: int) -> None:
     """A file with so many checkpoints, each of two tokens and a byte of state, and so many layers of three bytes."""
     whole, one = image("ckpt1_images_2kv"), np.ones(1, np.uint8)
-    checkpoints = [Checkpoint(np.arange(2, dtype=np.int32), gdn=one) for _ in range(n_checkpoints)]
+    checkpoints = [Record(np.arange(2, dtype=np.int32), gdn=one) for _ in range(n_checkpoints)]
     layers = [KvLayer(whole.kv[0].header, (one, one, one, one[:0], one[:0])) for _ in range(n_layers)]
     write_session(path, dataclasses.replace(whole, checkpoints=checkpoints, kv=layers), Identity(1, 2), durable=False)
 

@@ -5,15 +5,8 @@ import random
 import pytest
 
 from given_images import DATA, READABLE, identity, plain, seal
-from sessionfile import (
-    Limits,
-    SessionError,
-    SessionReader,
-    inspect_session,
-    read_session,
-    verify_session,
-    write_session,
-)
+from sessionfile import SessionReader, inspect_session, read_session, verify_session, write_session
+from sessionlayout import Limits, SessionError
 
 pytestmark = pytest.mark.faults
 

@@ -7,21 +7,12 @@ import numpy as np
 import pytest
 
 import blockfile
+import disksystem
 from blockfile import BLOCK_BYTES
+from cells import KvHeader
 from given_images import DATA, READABLE, identity, image, pattern, plain
-from sessionfile import (
-    Checkpoint,
-    Extent,
-    Identity,
-    Image,
-    KvHeader,
-    KvLayer,
-    Limits,
-    SessionError,
-    SessionReader,
-    read_session,
-    write_session,
-)
+from sessionfile import SessionReader, read_session, write_session
+from sessionlayout import Extent, Identity, Image, KvLayer, Limits, Record, SessionError
 
 LARGE = Identity(7, 8)
 HEAD_BYTES = 64 + 168 + 64 + 4 * 5 + 8 + 8  # of the large file, before its first K/V layer
@@ -58,7 +49,7 @@ def large_image() -> Image:
         KvLayer(KvHeader(1, 4, 1, 64, 4, 0, 0), parts),
         KvLayer(KvHeader(1, 4, 1, 64, 4, 0, 0), (*parts[1:], parts[1])),
     ]
-    return Image((1,) * 18, 0, 2, False, Checkpoint(np.arange(5, dtype=np.int32)), [], layers)
+    return Image((1,) * 18, 0, 2, False, Record(np.arange(5, dtype=np.int32)), [], layers)
 
 
 @pytest.fixture
@@ -170,7 +161,7 @@ def test_two_blocks_are_enough(large, monkeypatch):
 def test_page_cache_is_kept_for_the_second_pass_and_given_back_after_it(large, monkeypatch):
     ranges = []
 
-    class Noting(blockfile.PosixSystem):
+    class Noting(disksystem.PosixSystem):
         def forget(self, descriptor, offset, size):
             ranges.append((offset, size))
 
@@ -261,7 +252,7 @@ def test_a_change_during_the_second_pass(large):
 
 
 def test_a_first_block_that_reads_differently_the_second_time(large, monkeypatch):
-    class Rotten(blockfile.PosixSystem):
+    class Rotten(disksystem.PosixSystem):
         def read(self, descriptor, data, offset):
             n_read = super().read(descriptor, data, offset)
             data[n_read // 2] ^= 4
@@ -273,7 +264,7 @@ def test_a_first_block_that_reads_differently_the_second_time(large, monkeypatch
         assert refusal(reader.apply, sinks).reason == "changed"
         assert not reader.touched
         assert all(sink.untouched for sink in sinks)
-        monkeypatch.setattr(blockfile, "system", blockfile.PosixSystem())
+        monkeypatch.setattr(blockfile, "system", disksystem.PosixSystem())
         reader.apply(sinks)
         assert np.array_equal(sinks[0].parts[0], pattern(40 << 20, 131, 3))
 
@@ -312,7 +303,7 @@ def test_another_file_under_the_name_changes_nothing(how, large):
 
 
 def test_a_block_that_fools_the_ledger_is_found_by_the_hash(large, monkeypatch):
-    monkeypatch.setattr("fingerprint.crc32c", lambda block: 0)
+    monkeypatch.setattr("checksum.crc32c", lambda block: 0)
     with SessionReader(large, LARGE, Limits()) as reader:
         patch(large, 3 << 20)
         error = refusal(reader.apply, pools(reader.part_sizes, []))
@@ -347,7 +338,7 @@ def test_the_first_pass_refuses_bad_files(large):
 def test_a_file_is_closed_after_a_refusal(large, monkeypatch):
     opened = []
 
-    class Noting(blockfile.PosixSystem):
+    class Noting(disksystem.PosixSystem):
         def open_existing(self, path):
             opened.append(super().open_existing(path))
             return opened[-1]

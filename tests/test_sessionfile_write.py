@@ -12,22 +12,13 @@ import numpy as np
 import pytest
 
 import blockfile
+import disksystem
 import unfinished
 from blockfile import BLOCK_BYTES, BlockWriter
 from given_images import DATA, IMAGES, Pattern, bare_image, identity, image, plain
-from sessionfile import (
-    Checkpoint,
-    Extent,
-    Identity,
-    Limits,
-    SessionError,
-    list_sessions,
-    may_replace,
-    read_session,
-    verify_session,
-    write_session,
-)
-from sessionfolder import NameRefused, SessionFolder, sweep
+from sessionfile import may_replace, read_session, verify_session, write_session
+from sessionfolder import NameRefused, SessionFolder, list_sessions, sweep
+from sessionlayout import Extent, Identity, Limits, Record, SessionError
 from unfinished import temporary_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -35,7 +26,7 @@ SAMPLE_BYTES = IMAGES["sample"]["file"]["size"]
 OLD = b"STRSESS\0 of yore"
 
 
-class Recording(blockfile.PosixSystem):
+class Recording(disksystem.PosixSystem):
     """Notes every call; the n-th, counted over all calls or over those of one name, fails."""
 
     def __init__(self, fail_at: int = 0, code: int = 0, only: str = ""):
@@ -60,7 +51,7 @@ class Recording(blockfile.PosixSystem):
         return call
 
 
-def use(monkeypatch, system) -> "blockfile.PosixSystem":
+def use(monkeypatch, system) -> "disksystem.PosixSystem":
     monkeypatch.setattr(blockfile, "system", system)
     return system
 
@@ -140,7 +131,7 @@ def test_short_writes_are_gone_on_with(target, monkeypatch):
     write_sample(target)
     expected = target.read_bytes()
 
-    class ShortWrites(blockfile.PosixSystem):
+    class ShortWrites(disksystem.PosixSystem):
         def write(self, descriptor, data, offset):
             return super().write(descriptor, data[: data.size // 2 + 1], offset)
 
@@ -150,7 +141,7 @@ def test_short_writes_are_gone_on_with(target, monkeypatch):
 
 
 def test_a_write_that_takes_nothing(target, monkeypatch):
-    class Nothing(blockfile.PosixSystem):
+    class Nothing(disksystem.PosixSystem):
         def write(self, descriptor, data, offset):
             return 0
 
@@ -250,7 +241,7 @@ def test_what_cannot_be_written_is_refused_before_the_disk(target, monkeypatch):
     split = bare_image()
     split.live.stage_parts = (b"state of a second device",)
     split_checkpoint = bare_image()
-    split_checkpoint.checkpoints = [Checkpoint(np.empty(0, np.int32), stage_parts=(b"x",))]
+    split_checkpoint.checkpoints = [Record(np.empty(0, np.int32), stage_parts=(b"x",))]
     for cause, arguments in (
         ("layer-split", (split, Identity(1, 2))),
         ("layer-split", (split_checkpoint, Identity(1, 2))),
@@ -324,7 +315,7 @@ def test_whichever_call_fails_the_folder_holds_one_whole_file(buffered, target, 
             kind, published = error.kind, error.published
         assert kind in ("", "io")
         failed += bool(kind)
-        monkeypatch.setattr(blockfile, "system", blockfile.PosixSystem())
+        monkeypatch.setattr(blockfile, "system", disksystem.PosixSystem())
         if published:
             assert target.read_bytes() == (DATA / "ckpt1_images_2kv.bin").read_bytes()
             assert os.listdir(target.parent) == [target.name]
@@ -337,7 +328,7 @@ def test_whichever_call_fails_the_folder_holds_one_whole_file(buffered, target, 
 
 
 def test_a_temporary_file_that_stays_is_named(target, monkeypatch):
-    class Stuck(blockfile.PosixSystem):
+    class Stuck(disksystem.PosixSystem):
         def flush(self, descriptor):
             raise OSError(errno.EIO, "no flush")
 
@@ -350,7 +341,7 @@ def test_a_temporary_file_that_stays_is_named(target, monkeypatch):
     assert left in str(error)
     assert "no flush" in str(error)
     assert target.read_bytes() == OLD
-    assert [entry.name for entry in list_sessions(target.parent)] == []
+    assert [entry.name for entry in list_sessions(target.parent)] == [target.name], "what is left is not listed"
 
 
 def test_a_folder_that_cannot_be_flushed_is_no_failure(target, monkeypatch):
@@ -382,7 +373,7 @@ def test_disk_space(target, monkeypatch):
     assert_untouched(target)
     write_sample(target, reserve_bytes=1)
 
-    class Room(blockfile.PosixSystem):
+    class Room(disksystem.PosixSystem):
         def __init__(self, free):
             self.free = free
 
@@ -486,7 +477,7 @@ def test_a_name_that_is_too_long_is_refused_before_anything_is_written(target, m
 def test_a_temporary_file_is_held_until_it_has_its_name(target, monkeypatch):
     """A sweep in the middle of a save, at whatever call, removes nothing; one of a dead process's file does."""
 
-    class Swept(blockfile.PosixSystem):
+    class Swept(disksystem.PosixSystem):
         def __getattribute__(self, name):
             method = super().__getattribute__(name)
             if name not in ("write", "flush", "rename", "flush_folder"):
@@ -506,7 +497,7 @@ def test_a_temporary_file_is_held_until_it_has_its_name(target, monkeypatch):
 
 
 def test_a_sweep_between_creating_and_locking_costs_another_try(target, monkeypatch):
-    class Late(blockfile.PosixSystem):
+    class Late(disksystem.PosixSystem):
         def lock(self, *arguments):
             if len(swept) < 3:
                 swept.append(sweep(str(target.parent)))
@@ -568,7 +559,7 @@ def test_a_name_that_is_taken_is_tried_again(target, monkeypatch):
     for taken, succeeds in ((7, True), (8, False)):
         left = taken
 
-        class Taken(blockfile.PosixSystem):
+        class Taken(disksystem.PosixSystem):
             def create(self, folder, name):
                 nonlocal left
                 left -= 1
@@ -640,7 +631,7 @@ def test_a_killed_process_leaves_the_old_file_and_a_hidden_one(target):
     assert [entry.name for entry in list_sessions(target.parent)] == [target.name]
 
 
-class Holes(blockfile.PosixSystem):
+class Holes(disksystem.PosixSystem):
     """Leaves blocks of zeros out of the file, and reads them without the disk."""
 
     def write(self, descriptor, data, offset):

@@ -34,8 +34,8 @@ from given_engine import (
 )
 from given_images import seal
 from serveloop import Answers, Loop
-from sessionfile import SessionError, inspect_session, read_session, verify_session, write_session
-from sessionlayout import KvLayer, Limits
+from sessionfile import inspect_session, read_session, verify_session, write_session
+from sessionlayout import KvLayer, Limits, SessionError
 from verbs import GenRequest, RequestError
 
 COMBINATIONS = [

@@ -35,7 +35,7 @@ import packs
 import resources
 from cells import FORMATS, Residency
 from kvcache import CacheShape, LayerPool
-from sessionlayout import Checkpoint, Identity, Image, Limits
+from sessionlayout import Identity, Image, Limits, Record
 
 ops = backend.Backend("cuda", resources.usable_cores(), **kernels_cuda.operations())
 host = backend.load("cpu", resources.usable_cores(), print)
@@ -306,7 +306,7 @@ def _round_trip(path: str, pools, others, n_cells: int) -> dict:
 
     identity = Identity(1, 2)
     empty = [np.empty(0, np.uint8)] * 5
-    image = Image((0,) * 18, 0, len(pools), False, Checkpoint(np.zeros(n_cells, np.int32), [], *empty, used=1), [])
+    image = Image((0,) * 18, 0, len(pools), False, Record(np.zeros(n_cells, np.int32), [], *empty, used=1), [])
     started = time.perf_counter()
     size_bytes = write_session(path, image, identity, [pool.window(n_cells) for pool in pools])
     save_s = time.perf_counter() - started
