@@ -18,6 +18,7 @@ MAIN = """
 import json, sys
 sys.path.insert(0, {root!r})
 import httpfront
+import httproutes
 {before}
 options = json.loads(sys.argv[1])
 try:

@@ -12,7 +12,7 @@ import time
 import httpx
 import pytest
 
-import httpfront
+import httpstream
 from given_front import RunningFront, events, write_tokenizer_model
 
 
@@ -620,7 +620,7 @@ def test_requests_are_served_in_order(front):
 
 
 def test_a_queued_stream_gets_keep_alives(front, monkeypatch):
-    monkeypatch.setattr(httpfront, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(httpstream, "KEEP_ALIVE_S", 0.02)
     front.chat()
     front.script("SAVE", "@mark begun", "@wait go", "@default")
     with front.meanwhile(lambda: front.slot("save", "a.bin")):
@@ -662,7 +662,7 @@ def hang_up(client, front) -> None:
 
 
 def test_a_queued_request_whose_client_hangs_up_is_never_begun(front, monkeypatch):
-    monkeypatch.setattr(httpfront, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(httpstream, "KEEP_ALIVE_S", 0.02)
     front.chat()
     front.script("SAVE", "@mark begun", "@wait go", "@default")
     with front.meanwhile(lambda: front.slot("save", "a.bin")):

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 import httpfront
+import httpguard
 import httpsignals
 from given_front import DEADLINE_S, RunningFront, Silent, events, write_tokenizer_model
 from given_frontprocess import Process, running
@@ -211,7 +212,7 @@ async def hang_loop(*args):
     ("hung", "method", "path"),
     [
         ("sessionfolder.SessionFolder.listing = hang", "GET", "/sessions"),
-        ("httpfront.Front.models = hang_loop", "GET", "/v1/models"),
+        ("httproutes.Routes.models = hang_loop", "GET", "/v1/models"),
     ],
     ids=["a thread", "the loop"],
 )
@@ -269,7 +270,7 @@ def test_an_address_in_use():
 
 
 def test_an_address_that_is_none():
-    options = httpfront.FrontOptions(port=1, model="none.gguf", access=httpfront.Access(host="no such host"))
+    options = httpfront.FrontOptions(port=1, model="none.gguf", access=httpguard.Access(host="no such host"))
     with pytest.raises(httpfront.FrontError, match="no such host"):
         httpfront.serve(options, ["false"])
 

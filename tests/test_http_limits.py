@@ -88,8 +88,8 @@ def test_chunks_of_a_size_that_clients_use_are_taken(model, tmp_path):
 
 def test_large_bodies_have_so_much_memory_in_all_and_small_ones_always_some(model, tmp_path, monkeypatch):
     """Each could be as large as one may be, and a thousand connections send one each."""
-    monkeypatch.setattr("httpfront.MAX_BODIES_BYTES", 1 << 20)
-    monkeypatch.setattr("httpfront.BODY_ROOM_BYTES", 4 << 20)
+    monkeypatch.setattr("httproutes.MAX_BODIES_BYTES", 1 << 20)
+    monkeypatch.setattr("httproutes.BODY_ROOM_BYTES", 4 << 20)
     with RunningFront(tmp_path, model) as front, connect(front.port) as first, connect(front.port) as second:
         half = POST + b"Content-Length: 2000000\r\n\r\n" + b" " * 1_900_000
         first.sendall(half)

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 import given_child
-import httpfront
+import httpstream
 from given_front import RunningFront, events, write_tokenizer_model
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -91,7 +91,7 @@ def test_characters_are_whole(front):
 
 
 def test_keep_alives_while_nothing_is_said(front, monkeypatch):
-    monkeypatch.setattr(httpfront, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(httpstream, "KEEP_ALIVE_S", 0.02)
     front.script("GEN", "@accept", "@text a", "@wait later", "@text b", "@done")
     with front.client.stream("POST", "/v1/chat/completions", json=CHAT) as answer:
         text, chunks = "", answer.iter_text()

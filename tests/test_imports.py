@@ -93,20 +93,12 @@ ALLOWED = {
     "httpserver": {"httplines", "httplimits", "printable", "tokenizer"},
     "httptextworker": {"httpfields", "httpchat", "httpknown", "tokenizer"},
     "httptexts": {"httpfields", "httpknown", "httptextworker", "tokenizer"},
-    "httpfront": {
-        "httpfields",
-        "httpchat",
-        "httplines",
-        "httpchild",
-        "httpguard",
-        "httpmodel",
-        "httpoptions",
-        "httpserver",
-        "httpsignals",
-        "httpstatus",
-    }
-    | {"httpconversation", "httpknown", "httppage", "httptexts", "httptextworker", "printable", "sessionfolder"}
-    | {"tokenizer", "verbs"},
+    "httperrors": {"httpfields", "httpguard", "httplines"},
+    "httpstream": {"httpchat", "httpchild", "httperrors", "httpfields", "httplines", "tokenizer", "verbs"},
+    "httproutes": {"httpchat", "httpconversation", "httperrors", "httpfields", "httpguard", "httpknown", "httplines"}
+    | {"httppage", "httpstatus", "httpstream", "httptexts", "httptextworker", "sessionfolder", "tokenizer"},
+    "httpfront": {"httpchat", "httpchild", "httplines", "httpmodel", "httpoptions", "httproutes", "httpserver"}
+    | {"httpsignals", "httptexts", "printable", "sessionfolder", "tokenizer", "verbs"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration", "verbs"},
     "warmup": {"sessionlayout", "engine", "jit", "options", "sessionfile", "verbs"},

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-import httpfront
+import httperrors
 import serveloop
 import verbs
 from verbs import KINDS, RECORDS, RequestError, SamplingOptions, line_of, parse_gen, read
@@ -160,7 +160,7 @@ def test_the_last_line_of_each_command_is_known():
 
 
 def test_each_kind_of_failure_has_its_status_over_http():
-    assert tuple(httpfront.SESSION_STATUS) == verbs.ERROR_KINDS
+    assert tuple(httperrors.SESSION_STATUS) == verbs.ERROR_KINDS
 
 
 def test_an_allowance_is_one_that_a_reader_takes():
