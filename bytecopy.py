@@ -10,8 +10,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cpusimd import LINE
 from jit import njit
-from simd import LINE
 
 LEAST_BYTES = 1 << 18  # a shorter copy is done before a call of the kernel pays
 

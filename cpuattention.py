@@ -9,7 +9,7 @@ Scores are taken for sixteen cells at once, which become the lanes of a vector; 
 
 import numpy as np
 
-import simd
+import cpusimd as simd
 from cells import (
     CELL_F16,
     CELL_F32,
@@ -23,9 +23,9 @@ from cells import (
     SEGMENT,
 )
 from cpusums import block_1, block_4
+from cputeam import Job, arguments, array_at, awake, begin, given, run_jobs
 from jit import njit
 from packs import ROWS
-from team import Job, arguments, array_at, awake, begin, given, run_jobs
 
 # --- K/V cells ----------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ given literally and costs nothing; what is decoded is exact. Read next: cpuprodu
 
 import numpy as np
 
+import cpusimd as simd
 import packs
-import simd
 from jit import njit
 from packs import BLOCK, F16, F32, ROWS
 

@@ -9,12 +9,12 @@ crosses lanes, however the rows are cut or shared out. Read next: cudaexperts.py
 import numpy as np
 from numba import carray
 
-import simd
+import cpusimd as simd
 from cpudecode import decode
 from cpuproducts import JOB_WORK
+from cputeam import Job, Team, arguments, array_at, awake, begin, given, run_jobs
 from jit import njit
 from packs import BLOCK, KINDS, ROWS
-from team import Job, Team, arguments, array_at, awake, begin, given, run_jobs
 
 TILE = 8  # rows of x that share one decoding of a weight
 DECODED = BLOCK * ROWS  # weights of a decoded block

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numba import carray
 
+import cpusimd as simd
 import packs
-import simd
 from cpudecode import block_offset, block_scale, codes_start, decode, quad_codes
 from cpusums import block_1, block_4
+from cputeam import HELPERS, Job, arguments, array_at, awake, begin, call_job, control_array, given, hold, run_jobs
 from jit import njit
 from packs import BLOCK, KINDS, ROWS
-from team import HELPERS, Job, arguments, array_at, awake, begin, call_job, control_array, given, hold, run_jobs
 
 TILE = 64  # tokens that share one decoding of a block
 

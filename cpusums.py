@@ -7,7 +7,7 @@ Read next: cpuproducts.py, cpuattention.py, kernels_cpu.py.
 
 import numpy as np
 
-import simd
+import cpusimd as simd
 from jit import njit
 from packs import ROWS
 

@@ -18,9 +18,9 @@ import cpuexperts
 import cpuproducts
 import cudapools
 import cudaproducts
+from cputeam import Team
 from cudaproducts import Pack, matrix_bytes, multiply_tiles, room_for, seen_as, tile_rows, to_device
 from packs import ROWS
-from team import Team
 
 MARGIN_BYTES = 1 << 30  # left free beside weights and cells: a chunk's activations take some 300 MiB, the context more
 PERIOD_TOKENS = 32  # between two looks at what was used

@@ -20,8 +20,8 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from cpusimd import prefetch
 from jit import njit
-from simd import prefetch
 
 CONFIG_SEED = 0x434F4E4649473031
 MODEL_SEED = 0x5354524154414D44

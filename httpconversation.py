@@ -4,13 +4,13 @@ Owns the marks with which chat templates begin and end turns. Refuses to run tem
 tokens alone, so that text which only looks like a mark stays text; where a model's marks are not known, there are no
 messages.
 
-Read next: ``httpfront.py``, which answers with this; ``webpage.py``, which shows it.
+Read next: ``httpfront.py``, which answers with this; ``httppage.py``, which shows it.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from answertext import END_THINK, THINK
+from httpanswer import END_THINK, THINK
 from tokenizer import Tokenizer
 
 

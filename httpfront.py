@@ -1,10 +1,10 @@
 """The HTTP front: routes, checks, event streams, and the order in which a server starts and ends.
 
 Owns what stands on the wire; refuses to know arrays, file layouts and the engine in its own process: that is a child
-behind ``childproc``. Invariant: no GET but that of the conversation waits for the child, and every answer but a page is
+behind ``httpchild``. Invariant: no GET but that of the conversation waits for the child, and every answer but a page is
 JSON or an event stream.
 
-Read next: ``childproc.py`` for the child, ``chatapi.py`` for bodies and answers, ``sessionfolder.py`` for saved files.
+Read next: ``httpchild.py`` for the child, ``httpchat.py`` for bodies and answers, ``sessionfolder.py`` for saved files.
 """
 
 import asyncio
@@ -24,11 +24,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import chatapi
-import webpage
-from bodyfields import ApiError, json_bytes
-from chatapi import AnswerReader, ChatDialect, Dialect, GenerationRequest, NativeDialect, TextDialect
-from childlines import (
+import httpchat
+import httppage
+from httpchat import AnswerReader, ChatDialect, Dialect, GenerationRequest, NativeDialect, TextDialect
+from httpchild import EngineChild, Generation
+from httpconversation import conversation
+from httpfields import ApiError, json_bytes
+from httpguard import Access, BodyRoom, Guard, Json, error_response, read_body, read_object
+from httpknown import why_read_again
+from httplines import (
     Busy,
     ChildError,
     Ending,
@@ -42,20 +46,16 @@ from childlines import (
     RequestFailed,
     SessionRefused,
 )
-from childproc import EngineChild, Generation
-from httpconversation import conversation
-from httpguard import Access, BodyRoom, Guard, Json, error_response, read_body, read_object
 from httpmodel import FileState, file_state, read_text
 from httpoptions import FrontOptions
 from httpserver import FrontError, FrontServer, Terminal, listen
 from httpsignals import Patience, heard_by_thread
 from httpstatus import metrics_text, slot
-from knowntext import why_read_again
+from httptexts import Answer as TextAnswer
+from httptexts import TextPool
+from httptextworker import request_of
 from printable import one_line
 from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename, names_at_exit
-from textpool import Answer as TextAnswer
-from textpool import TextPool
-from textworker import request_of
 from tokenizer import Tokenizer, TokenizerError
 from verbs import Done, PromptProgress, Resume, SessionDone, Source, Token
 
@@ -345,7 +345,7 @@ class Front:
                 tokenizer, file = await asyncio.to_thread(read_text, path)
             except TokenizerError as error:
                 raise EngineGone(one_line(str(error))) from error
-            for line in [*tokenizer.guesses, *chatapi.model_defaults(tokenizer.sampling)[1]]:
+            for line in [*tokenizer.guesses, *httpchat.model_defaults(tokenizer.sampling)[1]]:
                 self._terminal.log(line)
             await self.texts.start(tokenizer)
             self._tokenizer, self._model_file = tokenizer, file
@@ -435,7 +435,7 @@ class Front:
     # What answers at once, whatever the child does.
 
     async def page(self, request: Request) -> Response:
-        return Response(webpage.PAGE, media_type="text/html", headers=webpage.HEADERS)
+        return Response(httppage.PAGE, media_type="text/html", headers=httppage.HEADERS)
 
     async def health(self, request: Request) -> Response:
         if self._closing:
@@ -463,7 +463,7 @@ class Front:
             name: "" if token_id is None else tokenizer.decode([token_id])
             for name, token_id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
         }
-        params = chatapi.model_defaults(tokenizer.sampling)[0] | {"n_predict": -1}
+        params = httpchat.model_defaults(tokenizer.sampling)[0] | {"n_predict": -1}
         settings = {"id": 0, "n_ctx": self.child.n_ctx, "params": params}
         return Json(
             {
@@ -700,7 +700,7 @@ class Front:
             self._terminal.log("the text of the restored conversation is not known: its ids are not of this vocabulary")
 
 
-async def _whole_answer(generation: Generation, reader: AnswerReader) -> chatapi.Answer:
+async def _whole_answer(generation: Generation, reader: AnswerReader) -> httpchat.Answer:
     while True:
         event = await generation.next_event()
         if isinstance(event, Token):
@@ -712,7 +712,7 @@ async def _whole_answer(generation: Generation, reader: AnswerReader) -> chatapi
             return reader.answer
 
 
-def _push(event: Token, generation: Generation, reader: AnswerReader) -> list[chatapi.Part]:
+def _push(event: Token, generation: Generation, reader: AnswerReader) -> list[httpchat.Part]:
     try:
         parts = reader.push(event.id)
     except TokenizerError as error:
@@ -722,7 +722,7 @@ def _push(event: Token, generation: Generation, reader: AnswerReader) -> list[ch
     return parts
 
 
-def _finish(done: Done, reader: AnswerReader) -> list[chatapi.Part]:
+def _finish(done: Done, reader: AnswerReader) -> list[httpchat.Part]:
     if done.finish == "cancel" and not reader.stopped:
         raise ApiError(503, "the answer was cancelled: the server is ending")
     return reader.finish(done)

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from bodyfields import ApiError, json_bytes, parse_object
+from httpfields import ApiError, json_bytes, parse_object
 from options import OptionRefused
 
 OPEN_PATHS = ("/", "/health", "/v1/health")

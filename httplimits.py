@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bodyfields import ApiError, json_bytes
+from httpfields import ApiError, json_bytes
 from httpguard import CROWD_RETRY_S, retry_headers
 
 # Descriptors for the engine's pipes, files, threads of the resolver, and connections that are on their way in or out.

@@ -14,8 +14,8 @@ import socket
 
 import uvicorn
 
-from childlines import ChildError
 from httplimits import ACCEPT_BATCH, LimitedProtocol, Limits, LogHandler, OncePerMinute
+from httplines import ChildError
 from printable import one_line
 from tokenizer import TokenizerError
 

@@ -3,10 +3,10 @@
 Owns the names of fields and metrics. Refuses to ask the child anything: it tells what was heard last. Invariant:
 nothing here waits.
 
-Read next: ``childproc.py``, whose attributes these are.
+Read next: ``httpchild.py``, whose attributes these are.
 """
 
-from childproc import EngineChild
+from httpchild import EngineChild
 
 
 def slot(child: EngineChild) -> dict:

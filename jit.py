@@ -1,7 +1,7 @@
 """How Numba is set up: where compiled kernels are kept, how threads wait, what every kernel is compiled with.
 
 It owns the settings that must stand before numba is imported; it knows no kernel. Read next: kernelcache.py, which
-keeps what was compiled; simd.py.
+keeps what was compiled; cpusimd.py.
 """
 
 import os
@@ -17,7 +17,7 @@ from numba.core.sigutils import normalize_signature
 from kernelcache import KernelFolder
 
 KERNEL_SOURCES = (
-    "jit.py", "simd.py", "team.py", "packs.py", "cells.py", "cpudecode.py", "cpusums.py", "cpuproducts.py",
+    "jit.py", "cpusimd.py", "cputeam.py", "packs.py", "cells.py", "cpudecode.py", "cpusums.py", "cpuproducts.py",
     "cpuattention.py", "kernels_cpu.py", "cpuexperts.py", "fingerprint.py", "bytecopy.py",
 )  # fmt: skip
 KERNELS = KernelFolder([pathlib.Path(__file__).resolve().with_name(name) for name in KERNEL_SOURCES])

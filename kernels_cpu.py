@@ -12,14 +12,14 @@ import numpy as np
 import bytecopy
 import cpuattention
 import cpuproducts
-import simd
+import cpusimd as simd
 from cells import PAGE
 from cpuattention import append_cells
 from cpuproducts import multiply, product_jobs
 from cpusums import dot, square_sum
+from cputeam import Job, Team, arguments, array_at, awake, begin, given, run_jobs
 from jit import njit
 from packs import ROWS
-from team import Job, Team, arguments, array_at, awake, begin, given, run_jobs
 
 # --- arrays ---------------------------------------------------------------------------------------------------------
 # A backend whose kernels cannot read the host's memory copies here; this one works where the arrays lie.

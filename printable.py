@@ -3,7 +3,7 @@
 Owns which characters may be shown, and how many; knows nothing of where they go. Invariant: what comes out moves no
 cursor, sets no colour, turns no reading direction, and is one line of a bounded length.
 
-Read next: ``childproc.py`` and ``httpfront.py``, which show what models, files and processes say.
+Read next: ``httpchild.py`` and ``httpfront.py``, which show what models, files and processes say.
 """
 
 

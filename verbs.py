@@ -3,7 +3,7 @@
 It owns every word, field, range and limit that both sides know, and needs NumPy and options.py alone; it knows no
 process, no model and no HTTP. Invariant: `read` gives back what `line_of` wrote, and a line that is not as the
 protocol has it raises ValueError, or RequestError where a caller is at fault. `man/strata-verbs.5` is the same as
-tables. Read next: serveloop.py, which answers, and childproc.py, which asks.
+tables. Read next: serveloop.py, which answers, and httpchild.py, which asks.
 """
 
 import json

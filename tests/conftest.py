@@ -52,7 +52,7 @@ def chunks_of(monkeypatch):
 @pytest.fixture(params=[1, 2])
 def threads(request, monkeypatch):
     """Kernels run on one thread and on two."""
-    import team as teams
+    import cputeam as teams
 
     team = teams.Team(request.param)
     monkeypatch.setattr(teams, "ALONE", team)

@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-import chatapi
-from answertext import MARKS as ANSWER_MARKS
+import httpchat
 from given_front import TEMPLATE
 from given_tokenizer import CHATML, write_model
+from httpanswer import MARKS as ANSWER_MARKS
 from modelfile import embedded_model
 from tokenizer import BYTE_OF, CONTROL, USER_DEFINED, Tokenizer, TokenizerError
 
@@ -40,7 +40,7 @@ def load(tmp_path):
 
 
 def ids_of(tokenizer, **body) -> list[int]:
-    return list(chatapi.read_chat(body, tokenizer, N_CTX).ids)
+    return list(httpchat.read_chat(body, tokenizer, N_CTX).ids)
 
 
 def controls(tokenizer, ids) -> list[str]:
@@ -80,7 +80,7 @@ def test_what_a_request_says_is_never_a_mark(load, body):
     assert controls(tokenizer, ids) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     # The words are all there, as they were said.
     text = tokenizer.decode(ids)
-    assert text == chatapi.render_chat(body, tokenizer)
+    assert text == httpchat.render_chat(body, tokenizer)
     assert {char for char in text if "\ue000" <= char <= "\uf8ff"} <= set(json.dumps(body, ensure_ascii=False))
 
 
@@ -111,7 +111,7 @@ def test_marks_of_the_assistant_come_back_as_marks_and_templates_find_them(load)
 def test_a_template_may_have_variables_of_any_name(load):
     tokenizer = load("{{ kept }} {{ clock }} {{ messages[0].content }}")
     said = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"kept": "a", "clock": "b"}}
-    assert chatapi.render_chat(said, tokenizer) == "a b x"
+    assert httpchat.render_chat(said, tokenizer) == "a b x"
 
 
 def test_templates_find_words_that_they_look_for_in_any_message(load):
@@ -146,7 +146,7 @@ def test_random_pieces_of_marks_never_make_one(load, seed):
     body = {"messages": messages, "tools": [{said(): said()}], "chat_template_kwargs": {"mood": said()}}
     ids = ids_of(tokenizer, **body)
     assert controls(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"] * 4 + ["<|im_start|>"]
-    assert tokenizer.decode(ids) == chatapi.render_chat(body, tokenizer)
+    assert tokenizer.decode(ids) == httpchat.render_chat(body, tokenizer)
 
 
 # --- Ordinary conversations ---

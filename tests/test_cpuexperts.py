@@ -12,7 +12,7 @@ import pytest
 import cpuexperts
 import cpuproducts
 import packs
-from team import Team
+from cputeam import Team
 
 ROWS, COUNTS = 37, [3, 0, 1, 21, 0]  # rows of a matrix, and of x for each expert
 

@@ -18,9 +18,9 @@ from gguf.quants import dequantize
 
 import backend
 import cpuproducts as ops
+import cpusimd as simd
 import kernels_cpu
 import packs
-import simd
 from cpuproducts import Pack
 from given_kernels import ROUNDING, normal, rng_for
 from modelfile import open_gguf

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-import chatapi
 import given_child
-from answertext import AnswerParser, Part, StopStrings
-from bodyfields import ApiError
-from chatapi import AnswerReader, GenerationRequest
+import httpchat
 from given_front import write_tokenizer_model
+from httpanswer import AnswerParser, Part, StopStrings
+from httpchat import AnswerReader, GenerationRequest
+from httpfields import ApiError
 from tokenizer import Tokenizer
 from verbs import Done
 
@@ -116,11 +116,11 @@ def test_stop_strings_cut_like_a_search_in_the_whole_text(seed):
 
 def order(tokenizer, **body) -> list[str]:
     body.setdefault("messages", [{"role": "user", "content": "hi"}])
-    return chatapi.read_chat(body, tokenizer, N_CTX).order(tokenizer.end_ids).split(" ")
+    return httpchat.read_chat(body, tokenizer, N_CTX).order(tokenizer.end_ids).split(" ")
 
 
-def refusal(tokenizer, read=chatapi.read_chat, **body) -> str:
-    if read is chatapi.read_chat:
+def refusal(tokenizer, read=httpchat.read_chat, **body) -> str:
+    if read is httpchat.read_chat:
         body.setdefault("messages", [{"role": "user", "content": "hi"}])
     with pytest.raises(ApiError) as caught:
         read(body, tokenizer, N_CTX)
@@ -234,25 +234,25 @@ def test_unknown_fields_and_empty_ones_are_ignored(tokenizer):
 def test_parts_of_a_message_are_lines_and_developers_are_the_system(tokenizer):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "x"}]
-    text = chatapi.render_chat({"messages": messages}, tokenizer)
+    text = httpchat.render_chat({"messages": messages}, tokenizer)
     assert text.startswith("<|im_start|>system\na\nb<|im_end|>\n")
 
 
 def test_tools_and_past_calls_reach_the_template_as_objects(tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    text = chatapi.render_chat({"messages": messages, "tools": [TOOL]}, tokenizer)
+    text = httpchat.render_chat({"messages": messages, "tools": [TOOL]}, tokenizer)
     assert json.dumps(TOOL) in text
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>' in text
 
 
 def test_thinking_sent_back_reaches_the_template(tokenizer):
     messages = [{"role": "assistant", "content": "yes", "reasoning_content": "so"}]
-    assert "<think>\nso\n</think>\n\nyes" in chatapi.render_chat({"messages": messages}, tokenizer)
+    assert "<think>\nso\n</think>\n\nyes" in httpchat.render_chat({"messages": messages}, tokenizer)
 
 
 def test_tool_choice_none_takes_the_tools_away(tokenizer):
-    request = chatapi.read_chat(
+    request = httpchat.read_chat(
         {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "tool_choice": "none"}, tokenizer, N_CTX
     )
     assert not request.tools
@@ -260,18 +260,18 @@ def test_tool_choice_none_takes_the_tools_away(tokenizer):
 
 def test_a_prompt_that_opens_a_think_block_is_noticed(tokenizer):
     body = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"open_thinking": True}}
-    assert chatapi.read_chat(body, tokenizer, N_CTX).thinking
-    assert not chatapi.read_chat(body | {"reasoning_format": "none"}, tokenizer, N_CTX).thinking
+    assert httpchat.read_chat(body, tokenizer, N_CTX).thinking
+    assert not httpchat.read_chat(body | {"reasoning_format": "none"}, tokenizer, N_CTX).thinking
 
 
 @pytest.mark.parametrize("n_spare", [8, 9])
 def test_the_longest_prompt_leaves_room_for_one_token(tokenizer, n_spare):
     prompt = [65] * (N_CTX - n_spare)
     if n_spare == 9:
-        assert chatapi.read_completion({"prompt": prompt}, tokenizer, N_CTX).max_new == 1
+        assert httpchat.read_completion({"prompt": prompt}, tokenizer, N_CTX).max_new == 1
         return
     with pytest.raises(ApiError) as caught:
-        chatapi.read_completion({"prompt": prompt}, tokenizer, N_CTX)
+        httpchat.read_completion({"prompt": prompt}, tokenizer, N_CTX)
     error = caught.value.body["error"]
     assert (error["type"], error["code"]) == ("exceed_context_size_error", 400)
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (len(prompt), N_CTX)
@@ -279,11 +279,11 @@ def test_the_longest_prompt_leaves_room_for_one_token(tokenizer, n_spare):
 
 @pytest.mark.parametrize("prompt", [None, "", [], 5, {}, ["a", "b"], [-1], [263], [1.0], [True], [[1]], [None]])
 def test_prompts_that_are_none(tokenizer, prompt):
-    assert "prompt" in refusal(tokenizer, chatapi.read_completion, prompt=prompt)
+    assert "prompt" in refusal(tokenizer, httpchat.read_completion, prompt=prompt)
 
 
 def test_prompts_may_mix_texts_and_ids(tokenizer):
-    request = chatapi.read_completion({"prompt": ["ab", 99, "<|im_end|>"]}, tokenizer, N_CTX)
+    request = httpchat.read_completion({"prompt": ["ab", 99, "<|im_end|>"]}, tokenizer, N_CTX)
     assert request.ids == [97, 98, 99, given_child.END_ID]
 
 
@@ -292,7 +292,7 @@ def test_prompts_may_mix_texts_and_ids(tokenizer):
 DONE = Done(*[5, 9, 10.0, 20.0, "stop", 0, 0, 4, 1, 2, 0, 0, 0.0, 5, 0])
 
 
-def read_answer(tokenizer, text: str, **wishes) -> chatapi.Answer:
+def read_answer(tokenizer, text: str, **wishes) -> httpchat.Answer:
     reader = AnswerReader(GenerationRequest([1], 9, {}, **wishes), tokenizer)
     for token_id in given_child.to_ids(text):
         reader.push(token_id)
@@ -320,8 +320,8 @@ def test_a_character_cut_by_the_limit_is_replaced(tokenizer):
 
 
 def test_cached_tokens_stand_in_three_places():
-    assert chatapi.usage(DONE)["prompt_tokens_details"]["cached_tokens"] == 4
-    assert chatapi.usage(DONE)["cache_read_input_tokens"] == 4
-    assert chatapi.usage(DONE)["prompt_tokens"] == 9
-    assert (chatapi.timings(DONE)["cache_n"], chatapi.timings(DONE)["prompt_n"]) == (4, 5)
-    assert chatapi.timings(DONE)["predicted_per_second"] == 250.0
+    assert httpchat.usage(DONE)["prompt_tokens_details"]["cached_tokens"] == 4
+    assert httpchat.usage(DONE)["cache_read_input_tokens"] == 4
+    assert httpchat.usage(DONE)["prompt_tokens"] == 9
+    assert (httpchat.timings(DONE)["cache_n"], httpchat.timings(DONE)["prompt_n"]) == (4, 5)
+    assert httpchat.timings(DONE)["predicted_per_second"] == 250.0

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-import chatapi
-import samplingfields
-from bodyfields import ApiError, json_bytes, parse_object
+import httpchat
+import httpsampling
 from given_front import TEMPLATE, RunningFront, events, write_tokenizer_model
+from httpfields import ApiError, json_bytes, parse_object
 from tokenizer import Tokenizer
 from verbs import parse_gen
 
@@ -35,13 +35,13 @@ def tokenizer(tmp_path_factory):
 
 
 def keys_of(tokenizer, **body) -> dict[str, str]:
-    words = chatapi.read_completion({"prompt": "hi", **body}, tokenizer, N_CTX).order(tokenizer.end_ids).split(" ")
+    words = httpchat.read_completion({"prompt": "hi", **body}, tokenizer, N_CTX).order(tokenizer.end_ids).split(" ")
     return dict(word.split("=") for word in words[2:-1])
 
 
 def refusal(tokenizer, **body) -> str:
     with pytest.raises(ApiError) as caught:
-        chatapi.read_completion({"prompt": "hi", **body}, tokenizer, N_CTX)
+        httpchat.read_completion({"prompt": "hi", **body}, tokenizer, N_CTX)
     assert caught.value.status == 400
     return str(caught.value)
 
@@ -76,7 +76,7 @@ def test_a_limit_of_zero_needs_no_room_for_a_token(tokenizer):
     for n_spare, limit, fits in ((8, 0, True), (8, 1, False), (8, None, False), (9, None, True), (7, 0, False)):
         body = {"prompt": [65] * (N_CTX - n_spare), "max_tokens": limit}
         if fits:
-            assert chatapi.read_completion(body, tokenizer, N_CTX).max_new == (0 if limit == 0 else 1)
+            assert httpchat.read_completion(body, tokenizer, N_CTX).max_new == (0 if limit == 0 else 1)
         else:
             assert "exceeds the available context size" in refusal(tokenizer, **body)
 
@@ -86,7 +86,7 @@ def test_a_prompt_that_is_too_long_says_so_in_the_words_that_clients_look_for(fr
     assert "exceeds the available context size" in error["message"]
     assert "does not fit the context of 4096" in error["message"]
     assert (error["type"], error["n_ctx"]) == ("exceed_context_size_error", 4096)
-    uncounted = chatapi.exceeds_context(9000, 4096, at_least=True).body["error"]
+    uncounted = httpchat.exceeds_context(9000, 4096, at_least=True).body["error"]
     assert "at least 9000 tokens exceeds the available context size" in uncounted["message"]
     assert (uncounted["n_ctx"], uncounted["n_prompt_tokens"]) == (4096, 9000)
 
@@ -102,9 +102,9 @@ def test_what_is_zero_or_empty_is_not_absent(tokenizer):
     assert "seed" not in keys
     assert keys_of(tokenizer, seed=0)["seed"] == "0"
     assert float(keys_of(tokenizer, temperature=-0.0)["temperature"]) == 0
-    request = chatapi.read_completion({"prompt": "hi", "stop": "", "stream": False}, tokenizer, N_CTX)
+    request = httpchat.read_completion({"prompt": "hi", "stop": "", "stream": False}, tokenizer, N_CTX)
     assert (request.stops, request.stream) == ((), False)
-    assert chatapi.read_completion({"prompt": "hi", "stop": ["", "x"]}, tokenizer, N_CTX).stops == ("x",)
+    assert httpchat.read_completion({"prompt": "hi", "stop": ["", "x"]}, tokenizer, N_CTX).stops == ("x",)
 
 
 def test_without_wishes_llama_servers_defaults_hold(tokenizer):
@@ -159,7 +159,7 @@ def test_the_model_files_own_defaults_come_first(tmp_path):
 )
 def test_a_hostile_default_is_refused_with_a_line(tmp_path, name, value):
     tokenizer = Tokenizer.load(with_sampling(tmp_path, **{name: value}))
-    defaults, lines = samplingfields.model_defaults(tokenizer.sampling)
+    defaults, lines = httpsampling.model_defaults(tokenizer.sampling)
     assert defaults == DEFAULTS
     assert len(lines) == 1
     assert f"general.sampling.{name} is not used" in lines[0]
@@ -254,7 +254,7 @@ CHANGING = {
 def test_a_field_that_changes_the_answer_is_refused_by_its_name(tokenizer, name, value):
     body = {**ROUTES["/v1/chat/completions"], name: value}
     with pytest.raises(ApiError) as caught:
-        chatapi.read_chat(body, tokenizer, N_CTX)
+        httpchat.read_chat(body, tokenizer, N_CTX)
     assert caught.value.status == 400
     assert caught.value.body["error"]["param"] == name
 
@@ -290,7 +290,8 @@ def test_values_that_change_nothing_are_accepted(tokenizer):
     plain, body = keys_of(tokenizer, seed=1), ROUTES["/v1/chat/completions"]
     assert keys_of(tokenizer, seed=1, **NEUTRAL) == plain
     assert keys_of(tokenizer, seed=1, **dict.fromkeys(NEUTRAL)) == plain
-    assert chatapi.read_chat({**body, **NEUTRAL}, tokenizer, N_CTX).ids == chatapi.read_chat(body, tokenizer, N_CTX).ids
+    with_all, without = ({**body, **fields} for fields in (NEUTRAL, {}))
+    assert httpchat.read_chat(with_all, tokenizer, N_CTX).ids == httpchat.read_chat(without, tokenizer, N_CTX).ids
 
 
 def test_what_can_be_followed_is(tokenizer):
@@ -364,8 +365,8 @@ HOSTILE = [
 ]  # fmt: skip
 FIELDS = sorted(
     {
-        *samplingfields.NEUTRAL,
-        *samplingfields.SETTINGS,
+        *httpsampling.NEUTRAL,
+        *httpsampling.SETTINGS,
         *CHANGING,
         *NEUTRAL,
         "repetition_penalty",
@@ -429,7 +430,7 @@ def test_no_value_of_any_field_is_a_fault_of_the_server(tokenizer):
     for name in FIELDS:
         for value in HOSTILE:
             body = parse_object(spelled(name, value))
-            for read in (chatapi.read_chat, chatapi.read_completion):
+            for read in (httpchat.read_chat, httpchat.read_completion):
                 status = status_of(read, body, tokenizer)
                 assert status in (200, 400), (name, value)
 
@@ -440,7 +441,7 @@ def status_of(read, body: dict, tokenizer) -> int:
         request = read(body, tokenizer, N_CTX)
     except ApiError as error:
         return error.status if json_bytes(error.body) else 0
-    chatapi.AnswerReader(request, tokenizer)
+    httpchat.AnswerReader(request, tokenizer)
     parse_gen(request.order(tokenizer.end_ids).removeprefix("GEN ").encode())
     return 200
 

@@ -16,10 +16,10 @@ from rich.console import Console
 
 import httpfront
 import strata
-from childlines import SessionProgress
 from given_enginefront import MODEL, QUICK, EngineFront
 from given_front import RunningFront, write_tokenizer_model
 from httpfront import FrontOptions, Terminal
+from httplines import SessionProgress
 from options import HttpOptions, OptionRefused
 
 STRATA = str(pathlib.Path(strata.__file__))

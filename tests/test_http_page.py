@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import given_child
-import webpage
+import httppage
 from given_child import ANSWER
 from given_front import DEADLINE_S, RunningFront, write_tokenizer_model
 from given_images import write_empty_session
@@ -87,9 +87,9 @@ def page(chromium, front):
 
 
 def test_the_page_asks_nobody_else_for_anything():
-    assert not re.findall(r"(?:https?:)?//[a-z]|\b(?:src|@import|url\()", webpage.PAGE)
-    assert re.findall(r"<link [^>]*>", webpage.PAGE) == ['<link rel="icon" href="data:,">']
-    assert "innerHTML" not in webpage.PAGE
+    assert not re.findall(r"(?:https?:)?//[a-z]|\b(?:src|@import|url\()", httppage.PAGE)
+    assert re.findall(r"<link [^>]*>", httppage.PAGE) == ['<link rel="icon" href="data:,">']
+    assert "innerHTML" not in httppage.PAGE
 
 
 def test_the_policy_allows_one_script_and_one_style(front):

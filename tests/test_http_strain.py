@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from given_front import TEMPLATE, RunningFront, write_tokenizer_model
-from textworker import BODY, IDS
-from textworker import TEMPLATE as RENDERING
+from httptextworker import BODY, IDS
+from httptextworker import TEMPLATE as RENDERING
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +48,7 @@ def idle_crowd(front):
     ("throw", "status"), [(loop, 400), (large_chat, 413), (small_objects, 200), (idle_crowd, 200)]
 )
 def test_a_running_answer_and_health_go_on(throw, status, tmp_path, monkeypatch):
-    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 20.0, RENDERING: 2.0, IDS: 20.0})
+    monkeypatch.setattr("httptexts.LIMITS_S", {BODY: 20.0, RENDERING: 2.0, IDS: 20.0})
     with RunningFront(tmp_path, write_tokenizer_model(tmp_path / "tiny.gguf", LOOP + TEMPLATE)) as front:
         steps = [line for number in range(N_ROUNDS) for line in (f"@wait token{number}", f"@text {number}")]
         front.script("GEN", "@accept", *steps, "@wait end", "@done")

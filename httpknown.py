@@ -3,7 +3,7 @@
 Many ids stand for one text, and a model writes others than its tokenizer would. It owns the texts of the latest
 conversations beside their ids, and finds the ids for the start of a new prompt; it knows no tokenizer, but for what a
 token stands for. Invariant: the ids that are given stand for the text that was asked for, marks for marks and words
-for words. Read next: textworker.py, which asks.
+for words. Read next: httptextworker.py, which asks.
 """
 
 import datetime

@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
-import chatapi
-from knowntext import MAX_TEXTS, KnownTexts, common_start, spell, unspell, why_read_again
+import httpchat
+from httpknown import MAX_TEXTS, KnownTexts, common_start, spell, unspell, why_read_again
+from httptextworker import WorkerTokenizer
 from modelfile import embedded_model
-from textworker import WorkerTokenizer
 from tokenizer import Tokenizer
 from verbs import Source
 
@@ -165,7 +165,7 @@ def test_the_latest_conversations_are_kept_and_one_in_use_stays():
 
 
 def test_a_conversation_takes_the_place_of_its_own_start(monkeypatch):
-    monkeypatch.setattr("knowntext.MAX_TOKENS", 300)
+    monkeypatch.setattr("httpknown.MAX_TOKENS", 300)
     known, ids = make(), [MARK]
     for turn in range(100):
         ids = [*ids, *canonical(f"turn {turn}")[:2]]
@@ -268,7 +268,7 @@ def test_turn_after_turn_goes_on_with_the_ids_that_were_sampled(request, which):
     talk, held = [], []
     for turn, answer in enumerate(["Yes, 12 of them.", "<b>a < b</b>\n\nend", "Grüße, 漢字 🙂!", "x\n  y\n"]):
         talk.append({"role": "user", "content": f"Question {turn}: <i>and</i> ünd?"})
-        ids = chatapi.read_chat({"messages": talk}, tokenizer, 10_000).ids
+        ids = httpchat.read_chat({"messages": talk}, tokenizer, 10_000).ids
         assert ids[: len(held)] == held
         assert plain.decode(ids) == plain.render_chat(talk)
         assert ids[len(held) :] == plain.encode(plain.decode(ids[len(held) :]), special=True)

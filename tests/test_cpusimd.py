@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import simd
+import cpusimd as simd
 from jit import njit
 
 ROOT = Path(__file__).parent.parent
@@ -283,7 +283,7 @@ def test_dot_products_of_bytes_are_exact():
 
 
 # A machine without byte products takes the portable form; Numba compiles for any processor that it is told.
-OTHER_PROCESSOR = "import test_simd; test_simd.test_dot_products_of_bytes_are_exact(); print('exact')"
+OTHER_PROCESSOR = "import test_cpusimd; test_cpusimd.test_dot_products_of_bytes_are_exact(); print('exact')"
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ Owns who does which job, what happens to a process that takes too long or too mu
 before. Refuses to know HTTP and what the jobs are. Invariant: a job ends with an answer or an ApiError, whatever its
 process does, and one that nobody waits for any longer is ended with its process.
 
-Read next: ``textworker.py``, the process itself.
+Read next: ``httptextworker.py``, the process itself.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-import textworker
-from bodyfields import ApiError
-from knowntext import latest
-from textworker import LENGTH, LIMITS_S, frame
+import httptextworker
+from httpfields import ApiError
+from httpknown import latest
+from httptextworker import LENGTH, LIMITS_S, frame
 from tokenizer import Tokenizer
 
 MAX_WORKERS = 2
@@ -69,7 +69,7 @@ class _Worker:
         pipe = asyncio.subprocess.PIPE
         # One thread: the library's own would take memory of theirs, and processors from the engine.
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, textworker.__file__]
+        command = [sys.executable, httptextworker.__file__]
         # A session of its own keeps the terminal's Ctrl-C from it.
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True, limit=PIPE_BYTES

@@ -3,7 +3,7 @@
 Owns the exceptions of the front's side of the pipe. Refuses to know processes, turns and HTTP. Invariant: a line that
 is not as ``verbs.py`` has it means that the child left the protocol.
 
-Read next: ``childproc.py``, which hears these lines.
+Read next: ``httpchild.py``, which hears these lines.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 Owns the process and its three pipes; refuses to know what a line means. Invariant: whatever the process does, a reader
 gets a line, or EngineGone with how it ended, within the limit that it gave.
 
-Read next: ``childproc.py``, which speaks over these pipes.
+Read next: ``httpchild.py``, which speaks over these pipes.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-from childlines import EngineGone
+from httplines import EngineGone
 from printable import one_line
 
 # The longest answer line: a million token ids of the live conversation.

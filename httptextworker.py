@@ -4,7 +4,7 @@ A template is a program that came with a file, and a text may be of any length: 
 its own. This process gives them one, and answers frames on stdin with frames on stdout: the length of a JSON object,
 the object, and as many bytes behind it as its ``sizes`` say. Invariant: it never outlives the process at the other end.
 
-Read next: ``textpool.py``, the other end; ``chatapi.py``, which does the work; ``knowntext.py``.
+Read next: ``httptexts.py``, the other end; ``httpchat.py``, which does the work; ``httpknown.py``.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterable
 
-import chatapi
-from bodyfields import ApiError, BadField, json_bytes, parse_object
-from chatapi import GenerationRequest
-from knowntext import KnownTexts, spell, unspell
+import httpchat
+from httpchat import GenerationRequest
+from httpfields import ApiError, BadField, json_bytes, parse_object
+from httpknown import KnownTexts, spell, unspell
 from tokenizer import Prompt, Tokenizer, TokenizerError
 
 LENGTH = struct.Struct("<I")
@@ -39,7 +39,7 @@ MEMORY_A_BYTE = 16
 # Garbage of small jobs is collected after so many of them, that of large ones at once.
 JOBS_A_COLLECTION = 64
 LARGE_BODY_BYTES = 1 << 20
-READERS = {"chat": chatapi.read_chat, "completion": chatapi.read_completion}
+READERS = {"chat": httpchat.read_chat, "completion": httpchat.read_completion}
 PR_SET_PDEATHSIG = 1
 FAULT_CHARACTERS = 1500  # of a traceback, from its end: what it says of the fault may be as long as a text
 
@@ -199,7 +199,7 @@ class Worker:
         return {"done": fields}, [order, ids]
 
     def apply_template(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:
-        return _json({"prompt": chatapi.render_chat(self._body(body), self._tokenizer)})
+        return _json({"prompt": httpchat.render_chat(self._body(body), self._tokenizer)})
 
     def tokenize(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:
         fields, tokenizer = self._body(body), self._tokenizer
@@ -208,7 +208,7 @@ class Worker:
             raise BadField("content", "expected a text")
         n_least = -(-len(text.encode(errors="replace")) // tokenizer.longest_token_bytes)
         if n_least > head["n_ctx"]:
-            raise chatapi.exceeds_context(n_least, head["n_ctx"], at_least=True)
+            raise httpchat.exceeds_context(n_least, head["n_ctx"], at_least=True)
         special, bos = fields.get("parse_special", True) is True, fields.get("add_special", False) is True
         ids = tokenizer.encode(text, special=special, bos=bos)
         if fields.get("with_pieces") is True:
@@ -216,7 +216,7 @@ class Worker:
         return _json({"tokens": ids})
 
     def detokenize(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:
-        ids = chatapi.check_ids("tokens", self._body(body).get("tokens", []), self._tokenizer)
+        ids = httpchat.check_ids("tokens", self._body(body).get("tokens", []), self._tokenizer)
         self.begin(IDS)
         return _json({"content": self._tokenizer.decode(ids)})
 

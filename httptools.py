@@ -5,7 +5,7 @@ inside, both between `<tool_call>` and `</tool_call>`; and which of them a templ
 Refuses to know streams, requests and HTTP. Invariant: the arguments of a call are a JSON object; markup that cannot be
 read as such is no call, and the caller shows it as it is.
 
-Read next: ``answertext.py``, which finds the markup in a growing answer; ``chatmessages.py``, which reads past calls.
+Read next: ``httpanswer.py``, which finds the markup in a growing answer; ``httpmessages.py``, which reads past calls.
 """
 
 import json

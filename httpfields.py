@@ -4,7 +4,7 @@ Owns the errors of the HTTP side and the checks of one value; refuses to know wh
 JSON can hold, a value passes its check or is refused by the name of its field; numbers are compared before they are
 converted, as JSON knows numbers that no float can hold.
 
-Read next: ``chatapi.py``, which reads whole bodies with this.
+Read next: ``httpchat.py``, which reads whole bodies with this.
 """
 
 import json

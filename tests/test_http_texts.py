@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-import textpool
+import httptexts
 from given_front import RunningFront, write_tokenizer_model
-from textworker import BODY, IDS, TEMPLATE
+from httptextworker import BODY, IDS, TEMPLATE
 from tokenizer import Tokenizer
 
 pytestmark = pytest.mark.processes
 
-ROOT = os.path.dirname(os.path.abspath(textpool.__file__))
+ROOT = os.path.dirname(os.path.abspath(httptexts.__file__))
 HOSTILE = {
     "an endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "a huge power": "{% if messages %}{{ messages | length * 1 and (7 + messages | length) ** (10 ** 9) }}{% endif %}",
@@ -35,7 +35,7 @@ HOSTILE = {
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch):
-    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 1.0, TEMPLATE: 0.5, IDS: 3.0})
+    monkeypatch.setattr("httptexts.LIMITS_S", {BODY: 1.0, TEMPLATE: 0.5, IDS: 3.0})
 
 
 def running(folder, template=None) -> RunningFront:
@@ -73,7 +73,7 @@ def test_hostile_templates_are_given_up_and_the_server_goes_on(tmp_path):
 
 
 def test_six_endless_templates_hold_up_nobody_and_not_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 60.0, TEMPLATE: 60.0, IDS: 60.0})
+    monkeypatch.setattr("httptexts.LIMITS_S", {BODY: 60.0, TEMPLATE: 60.0, IDS: 60.0})
     with running(tmp_path, HOSTILE["an endless loop"]) as front:
         answers = []
         threads = [threading.Thread(target=lambda: answers.append(front.chat("x"))) for _ in range(6)]
@@ -100,7 +100,7 @@ def runs(pid: int) -> bool:
 def test_a_client_that_hangs_up_takes_its_endless_template_along(tmp_path, monkeypatch):
     import httpx
 
-    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 60.0, TEMPLATE: 60.0, IDS: 60.0})
+    monkeypatch.setattr("httptexts.LIMITS_S", {BODY: 60.0, TEMPLATE: 60.0, IDS: 60.0})
     said = "{{ messages[0].content }}"
     template = "{% if messages[0].content == 'x' %}" + HOSTILE["an endless loop"] + "{% endif %}" + said
     with running(tmp_path, template) as front:
@@ -131,7 +131,7 @@ def test_large_bodies_are_read_where_they_hold_up_nobody(tmp_path, what):
 
 
 def test_a_body_that_takes_too_much_time_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 0.01, TEMPLATE: 1.0, IDS: 3.0})
+    monkeypatch.setattr("httptexts.LIMITS_S", {BODY: 0.01, TEMPLATE: 1.0, IDS: 3.0})
     with running(tmp_path) as front:
         answer = post_raw(front, "/tokenize", hostile_bodies()["many small objects"])
         assert "reading the body took more than 0.01 s of processor time" in error_of(answer)
@@ -158,7 +158,7 @@ def test_the_limit_on_bodies_comes_from_the_context(tmp_path):
     ],
 )
 def test_a_text_that_no_context_can_hold_is_refused_before_it_is_encoded(tmp_path, monkeypatch, path, body):
-    monkeypatch.setattr("textpool.LIMITS_S", {BODY: 1.0, TEMPLATE: 1.0, IDS: 0.000001})
+    monkeypatch.setattr("httptexts.LIMITS_S", {BODY: 1.0, TEMPLATE: 1.0, IDS: 0.000001})
     with running(tmp_path) as front:
         error = front.post(path, body("ä" * 4096 * 13)).json()["error"]
         assert (error["type"], error["n_ctx"]) == ("exceed_context_size_error", 4096)
@@ -188,7 +188,7 @@ def test_processes_that_cannot_be_started_are_tried_again(tmp_path, monkeypatch)
     with running(tmp_path) as front:
         assert front.chat("hi").status_code == 200
         with monkeypatch.context() as broken:
-            broken.setattr("textpool.textworker.__file__", str(tmp_path / "absent.py"))
+            broken.setattr("httptexts.httptextworker.__file__", str(tmp_path / "absent.py"))
             front.front.texts._end_all()
             answer = front.chat("hi")
             assert answer.status_code == 500
@@ -201,7 +201,7 @@ def test_a_job_whose_model_is_replaced_is_done_with_the_new_one(tmp_path):
     new = Tokenizer.load(write_tokenizer_model(tmp_path / "new.gguf", "new"))
 
     async def replaced() -> bytes:
-        pool = textpool.TextPool(print)
+        pool = httptexts.TextPool(print)
         await pool.start(old)
         job = asyncio.create_task(pool.run("apply_template", b'{"messages":[{"role":"user","content":"x"}]}', n_ctx=99))
         while not pool.pids or pool._idle:
@@ -215,8 +215,8 @@ def test_a_job_whose_model_is_replaced_is_done_with_the_new_one(tmp_path):
 
 
 def test_a_further_process_is_kept_for_a_while(tmp_path, monkeypatch):
-    monkeypatch.setattr("textpool.PATIENCE_S", 0.0)
-    monkeypatch.setattr("textpool.SPARE_S", 0.2)
+    monkeypatch.setattr("httptexts.PATIENCE_S", 0.0)
+    monkeypatch.setattr("httptexts.SPARE_S", 0.2)
     with running(tmp_path) as front:
         assert front.chat("hi").status_code == 200
         texts = [front.post("/tokenize", {"content": "ab"}).json() for _ in range(3)]
@@ -233,7 +233,7 @@ def test_one_process_does_where_requests_are_short(tmp_path):
 
 KILLED_FRONT = """
 import asyncio, sys, time
-from textpool import TextPool
+from httptexts import TextPool
 from tokenizer import Tokenizer
 
 async def main():

@@ -3,7 +3,7 @@
 Owns what a message may hold, the older names of tools, and the last message that is continued. Refuses to know tokens
 and sampling. Invariant: what this server writes into an answer is accepted when it comes back as a message.
 
-Read next: ``chatapi.py``, which renders what is read here; ``toolcalls.py`` for the markup of calls.
+Read next: ``httpchat.py``, which renders what is read here; ``httptools.py`` for the markup of calls.
 """
 
 import itertools
@@ -11,9 +11,9 @@ import json
 import secrets
 from typing import NamedTuple
 
-from answertext import END_THINK, THINK
-from bodyfields import BadField, optional, shown
-from toolcalls import call_text, description, load_json
+from httpanswer import END_THINK, THINK
+from httpfields import BadField, optional, shown
+from httptools import call_text, description, load_json
 
 # The kinds of parts whose text is a message's, and the field that holds it.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

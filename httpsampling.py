@@ -4,13 +4,13 @@ Owns the names and ranges of sampling fields, the defaults that a model file or 
 fields that would change the answer and cannot be followed. Refuses to know prompts and answers. Invariant: what comes
 out of here is a set of keys that the engine accepts, and no field of the table is skipped in silence.
 
-Read next: ``chatapi.py``, which makes GEN lines of these keys.
+Read next: ``httpchat.py``, which makes GEN lines of these keys.
 """
 
 import secrets
 from collections.abc import Callable
 
-from bodyfields import BadField, number, optional, shown, whole
+from httpfields import BadField, number, optional, shown, whole
 from verbs import MAX_INT32, MAX_UINT64, REAL_KEYS, REFERENCE_KEYS
 
 # Counts above this are no wish but a mistake; those up to it are cut down to what there is.

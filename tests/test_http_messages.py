@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-import chatapi
-from bodyfields import ApiError
+import httpchat
 from given_front import TEMPLATE, write_tokenizer_model
+from httpfields import ApiError
 from tokenizer import Tokenizer
 from verbs import Done
 
@@ -50,12 +50,12 @@ def tokenizers(tmp_path_factory):
 
 
 def render(tokenizer, *messages: dict, **fields) -> str:
-    return chatapi.render_chat({"messages": list(messages), **fields}, tokenizer)
+    return httpchat.render_chat({"messages": list(messages), **fields}, tokenizer)
 
 
 def refusal(tokenizer, *messages: dict, **fields) -> str:
     with pytest.raises(ApiError) as caught:
-        chatapi.read_chat({"messages": list(messages), **fields}, tokenizer, N_CTX)
+        httpchat.read_chat({"messages": list(messages), **fields}, tokenizer, N_CTX)
     assert caught.value.status == 400
     return str(caught.value)
 
@@ -70,7 +70,7 @@ def test_tools_are_described_to_a_template_without_a_place_for_them(tokenizers):
         assert json.dumps(TOOL) in text
         assert "<tool_call>" in text
         assert ("Be brief." in text) == (len(messages) == 2)
-    request = chatapi.read_chat({"messages": [USER], "tools": [TOOL]}, tokenizers["plain"], N_CTX)
+    request = httpchat.read_chat({"messages": [USER], "tools": [TOOL]}, tokenizers["plain"], N_CTX)
     assert request.tools
     assert len(request.notices) == 1
     assert request.notices[0].startswith("tools: ")
@@ -80,7 +80,7 @@ def test_tools_are_described_to_a_template_without_a_place_for_them(tokenizers):
 @pytest.mark.parametrize("wish", [{"tools": []}, {"tools": None}, {"tools": [TOOL], "tool_choice": "none"}])
 def test_without_tools_to_call_nothing_is_described(tokenizers, wish):
     assert render(tokenizers["plain"], USER, **wish) == render(tokenizers["plain"], USER)
-    assert chatapi.read_chat({"messages": [USER], **wish}, tokenizers["plain"], N_CTX).notices == ()
+    assert httpchat.read_chat({"messages": [USER], **wish}, tokenizers["plain"], N_CTX).notices == ()
 
 
 @pytest.mark.parametrize("choice", ["required", "any", {"type": "function", "function": {"name": "add"}}, 1, ""])
@@ -114,21 +114,21 @@ def test_functions_are_the_older_name_of_tools(tokenizers):
 # --- What we send we accept ---
 
 
-def answers() -> list[chatapi.Answer]:
+def answers() -> list[httpchat.Answer]:
     done = Done(*[5, 9, 10.0, 20.0, "stop", 0, 0, 4, 1, 2, 0, 0, 0.0, 5, 0])
-    calls = [[], [chatapi.ToolCall("call_1", "add", "{}")], [chatapi.ToolCall("call_1", "", '{"a": [null]}')] * 2]
+    calls = [[], [httpchat.ToolCall("call_1", "add", "{}")], [httpchat.ToolCall("call_1", "", '{"a": [null]}')] * 2]
     kinds = itertools.product(["", "yes", "<tool_call>{"], ["", "so"], calls, ["stop", "length"])
     return [
-        chatapi.Answer(content, reasoning, called, [], None, done._replace(finish=finish))
+        httpchat.Answer(content, reasoning, called, [], None, done._replace(finish=finish))
         for content, reasoning, called, finish in kinds
     ]
 
 
-def streamed(dialect: chatapi.ChatDialect, answer: chatapi.Answer) -> dict:
+def streamed(dialect: httpchat.ChatDialect, answer: httpchat.Answer) -> dict:
     """The message that a client puts together from the deltas of a stream."""
-    parts = [chatapi.Part("reasoning", answer.reasoning)] if answer.reasoning else []
-    parts += [chatapi.Part("content", answer.content)] if answer.content else []
-    parts += [chatapi.Part("tool_call", "", call) for call in answer.calls]
+    parts = [httpchat.Part("reasoning", answer.reasoning)] if answer.reasoning else []
+    parts += [httpchat.Part("content", answer.content)] if answer.content else []
+    parts += [httpchat.Part("tool_call", "", call) for call in answer.calls]
     events = [*dialect.first(), *(dialect.part(part, []) for part in parts), *dialect.last(answer)]
     message: dict = {}
     for event in events:
@@ -141,9 +141,9 @@ def streamed(dialect: chatapi.ChatDialect, answer: chatapi.Answer) -> dict:
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("legacy", [False, True])
 def test_every_answer_is_accepted_as_a_message(tokenizers, template, legacy):
-    request = chatapi.GenerationRequest([1], 9, {}, legacy_call=legacy)
+    request = httpchat.GenerationRequest([1], 9, {}, legacy_call=legacy)
     for answer in answers():
-        dialect = chatapi.ChatDialect(request, "tiny")
+        dialect = httpchat.ChatDialect(request, "tiny")
         whole, other = dialect.whole(answer)["choices"][0]["message"], streamed(dialect, answer)
         # The openai package adds its own fields, empty.
         typed = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None} | whole
@@ -152,7 +152,7 @@ def test_every_answer_is_accepted_as_a_message(tokenizers, template, legacy):
             for messages in ([USER, message], [USER, message, *results, USER]):
                 for tools in ([], [TOOL]):
                     body = {"messages": messages, "tools": tools}
-                    assert chatapi.read_chat(body, tokenizers[template], N_CTX).ids
+                    assert httpchat.read_chat(body, tokenizers[template], N_CTX).ids
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -290,8 +290,8 @@ def test_thinking_goes_on_where_it_was_cut(tokenizers):
     for template, message in itertools.product(TEMPLATES, (apart, inside)):
         body = {"messages": [USER, message]}
         assert render(tokenizers[template], *body["messages"]).endswith("<think>\nfirst, ")
-        request = chatapi.read_chat(body, tokenizers[template], N_CTX)
-        reader = chatapi.AnswerReader(request, tokenizers[template])
+        request = httpchat.read_chat(body, tokenizers[template], N_CTX)
+        reader = httpchat.AnswerReader(request, tokenizers[template])
         for token_id in tokenizers[template].encode(" so\n</think>\n\nyes", special=True):
             reader.push(token_id)
         reader.finish(Done(*[5, 9, 10.0, 20.0, "stop", 0, 0, 4, 1, 2, 0, 0, 0.0, 5, 0]))

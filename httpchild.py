@@ -5,7 +5,7 @@ last heard to hold. Refuses to know HTTP, text and the engine itself: it sees li
 
 Invariant: there is never more than one child, and one caught out of step is ended before anyone else is served.
 
-Read next: ``verbs.py`` for the lines, ``childlines.py`` for failures, ``httpfront.py``, which makes these calls.
+Read next: ``verbs.py`` for the lines, ``httplines.py`` for failures, ``httpfront.py``, which makes these calls.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 import verbs
-from childlines import (
+from httplines import (
     Busy,
     ChildError,
     Ending,
@@ -34,7 +34,7 @@ from childlines import (
     in_step,
     out_of_step,
 )
-from childpipes import LEAVE_GRACE_S, ChildPipes
+from httppipes import LEAVE_GRACE_S, ChildPipes
 from printable import one_line
 
 # Loading says nothing before READY, and a large model on a slow disk takes minutes.

@@ -7,7 +7,7 @@ and nothing is shown before it is known not to be the start of a mark.
 A mark that the model's vocabulary has as a token of its own counts only where that token came: a model may quote it in
 its text. Other marks are searched in the text.
 
-Read next: ``toolcalls.py``, which reads what stands in a call; ``chatapi.py``, which puts the parts into answers.
+Read next: ``httptools.py``, which reads what stands in a call; ``httpchat.py``, which puts the parts into answers.
 """
 
 from bisect import bisect_right
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from toolcalls import CALL, END_CALL, END_FUNCTION, FUNCTION, JSON_STARTS, ToolCall, read_calls
+from httptools import CALL, END_CALL, END_FUNCTION, FUNCTION, JSON_STARTS, ToolCall, read_calls
 
 THINK, END_THINK = "<think>", "</think>"
 CALL_MARKS = (CALL, END_CALL)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numba import types
 
-import team as teams
+import cputeam as teams
+from cputeam import ARGUMENTS, CALLED, DONE, PARKED, RETURN_AT, STEP, Job, Team, awake, control_array, run_jobs
 from jit import njit
-from team import ARGUMENTS, CALLED, DONE, PARKED, RETURN_AT, STEP, Job, Team, awake, control_array, run_jobs
 
 N_JOBS = 8
 OWNER, MARKS, SLOW_NS = ARGUMENTS, ARGUMENTS + 1, ARGUMENTS + 1 + N_JOBS

@@ -3,19 +3,19 @@
 Owns the names of fields, their ranges and what is refused; refuses to know sockets, pipes and the queue. Invariant: a
 body that comes through here makes a GEN line that the engine accepts, for any other the client is told what is wrong.
 
-Read next: ``httpfront.py``, which calls this for each request; ``answertext.py``, which cuts answers into parts.
+Read next: ``httpfront.py``, which calls this for each request; ``httpanswer.py``, which cuts answers into parts.
 """
 
 import secrets
 import time
 from dataclasses import dataclass, field
 
-from answertext import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, ShownTokens, StopStrings
-from bodyfields import ApiError, BadField, optional, shown
-from chatmessages import Chat, Tools, read_chat_body, read_tools
-from samplingfields import model_defaults, read_limit, read_sampling, read_stops, refuse_unsupported
+from httpanswer import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, ShownTokens, StopStrings
+from httpfields import ApiError, BadField, optional, shown
+from httpmessages import Chat, Tools, read_chat_body, read_tools
+from httpsampling import model_defaults, read_limit, read_sampling, read_stops, refuse_unsupported
+from httptools import ToolCall, bare_form, schemas_of
 from tokenizer import Prompt, Tokenizer, TokenizerError
-from toolcalls import ToolCall, bare_form, schemas_of
 from verbs import SPARE_CELLS, Done, PromptProgress, Source, gen_line
 
 # Prompts of up to so many contexts are counted exactly when they are refused.

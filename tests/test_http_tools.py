@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-import chatapi
 import given_child
-from answertext import AnswerParser
+import httpchat
 from given_front import TEMPLATE, write_tokenizer_model
+from httpanswer import AnswerParser
 from tokenizer import Tokenizer
 from verbs import Done
 
@@ -58,10 +58,10 @@ def with_tokens(tmp_path_factory):
     return Tokenizer.load(write_tokenizer_model(tmp_path_factory.mktemp("model") / "tiny.gguf", FUNCTION_TEMPLATE))
 
 
-def answer_of(tokenizer, ids: list[int], **fields) -> chatapi.Answer:
+def answer_of(tokenizer, ids: list[int], **fields) -> httpchat.Answer:
     """What a client gets of these tokens."""
     body = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, **fields}
-    reader = chatapi.AnswerReader(chatapi.read_chat(body, tokenizer, N_CTX), tokenizer)
+    reader = httpchat.AnswerReader(httpchat.read_chat(body, tokenizer, N_CTX), tokenizer)
     for token_id in ids:
         reader.push(token_id)
         if reader.stopped:
@@ -70,7 +70,7 @@ def answer_of(tokenizer, ids: list[int], **fields) -> chatapi.Answer:
     return reader.answer
 
 
-def read(tokenizer, text: str, **fields) -> chatapi.Answer:
+def read(tokenizer, text: str, **fields) -> httpchat.Answer:
     return answer_of(tokenizer, tokenizer.encode(text, special=True), **fields)
 
 
@@ -79,7 +79,7 @@ def spelled(text: str) -> list[int]:
     return list(text.encode())
 
 
-def arguments(answer: chatapi.Answer) -> list[dict]:
+def arguments(answer: httpchat.Answer) -> list[dict]:
     return [json.loads(call.arguments) for call in answer.calls]
 
 
@@ -386,5 +386,5 @@ def test_a_stop_string_that_is_a_mark_of_turns_stops_at_its_token(with_tokens):
 
 def test_a_token_that_ends_the_answer_by_its_id_is_not_shown(with_tokens):
     body = {"messages": [{"role": "user", "content": "x"}], "stop_token_ids": [33]}
-    assert "stop=33,257,258" in chatapi.read_chat(body, with_tokens, N_CTX).order(with_tokens.end_ids).split(" ")
+    assert "stop=33,257,258" in httpchat.read_chat(body, with_tokens, N_CTX).order(with_tokens.end_ids).split(" ")
     assert answer_of(with_tokens, spelled("yes!"), stop_token_ids=[33]).content == "yes"
