@@ -7,7 +7,7 @@ table that was loaded fits the model, so adding a row cannot fail. Read next: mo
 import numpy as np
 from gguf.quants import dequantize
 
-from fingerprint import hash64
+from checksum import hash64
 from modelfile import GgufError, open_gguf
 
 PREFIX = "direction."

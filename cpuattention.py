@@ -9,6 +9,7 @@ Scores are taken for sixteen cells at once, which become the lanes of a vector; 
 
 import numpy as np
 
+import cpumemory
 import cpusimd as simd
 from cells import (
     CELL_F16,
@@ -337,8 +338,8 @@ def _attend_segment(k_storage, v_storage, pools, pages, first, last, head, queri
 def _room(n, width):
     """What a segment needs beside its results: scores, widened cells, room for `_dots`, its results, cells seen."""
     return (
-        simd.scratch(n * CELLS), simd.scratch(ROWS * width), simd.scratch(_dots_room(n, width)),
-        simd.scratch(n * ROWS), np.empty(n, np.int64),
+        cpumemory.scratch(n * CELLS), cpumemory.scratch(ROWS * width), cpumemory.scratch(_dots_room(n, width)),
+        cpumemory.scratch(n * ROWS), np.empty(n, np.int64),
     )
 
 
@@ -346,7 +347,7 @@ def _room(n, width):
 def _queries(q, width, token, n_tokens, head, group):
     """The queries of one K/V head, token by token, as `_dots` takes them."""
     n = n_tokens * group
-    queries = simd.scratch(n * width)
+    queries = cpumemory.scratch(n * width)
     for i in range(n):
         _put_query(q, ((token + i // group) * q.shape[1] + head * group + i % group) * width, width, n, queries, i)
     return queries
@@ -358,7 +359,7 @@ def _attend_tile(width, k_storage, v_storage, pools, pages, n_pages, head, q, to
     group = q.shape[1] // pools[0].shape[1]
     n = n_tokens * group
     queries, room = _queries(q, width, token, n_tokens, head, group), _room(n, width)
-    partial, result = simd.scratch(n * width), simd.scratch(n * width)
+    partial, result = cpumemory.scratch(n * width), cpumemory.scratch(n * width)
     result[:] = np.float32(0)
     peaks, sums = np.empty(n, np.float32), np.empty(n, np.float32)
     top, total = np.zeros(n, np.float32), np.zeros(n, np.float32)
@@ -443,7 +444,7 @@ def _attend_token(control, segment_job, k_storage, v_storage, k_codes, k_scales,
     """Each segment leaves weighted V, peaks and sums, which are merged in the order of the segments."""
     n_kv = k_codes.shape[1]
     group, n_jobs = q.shape[1] // n_kv, (n_pages + SEGMENT - 1) // SEGMENT * n_kv
-    partial = simd.scratch(n_jobs * group * q.shape[2]).reshape(n_jobs, group * q.shape[2])
+    partial = cpumemory.scratch(n_jobs * group * q.shape[2]).reshape(n_jobs, group * q.shape[2])
     peaks_sums = np.empty((2, n_jobs, group), np.float32)
     c = _begin(control, segment_job, k_storage, v_storage, k_codes, k_scales, v_codes, v_scales, q, position, scale,
                out)
@@ -600,11 +601,11 @@ def _select_blocks(control, select_job, queries, pooled, position, keep, blocks,
 def _block_scores(queries, pooled, n_blocks, scores):
     """scores[b] = sum over heads, in their order, of relu(query . pooled[b]); queries [heads, D], room for 15 more."""
     n_heads, width = queries.shape
-    keys, ordered = pooled.reshape(pooled.size), simd.scratch(n_heads * width)
+    keys, ordered = pooled.reshape(pooled.size), cpumemory.scratch(n_heads * width)
     for h in range(n_heads):
         _put_query(queries, h * width, width, n_heads, ordered, h)
-    rows, room = np.zeros(ROWS * width, np.float32), simd.scratch(_dots_room(n_heads, width))
-    sums, zero = simd.scratch(n_heads * ROWS), simd.splat(np.float32(0))
+    rows, room = np.zeros(ROWS * width, np.float32), cpumemory.scratch(_dots_room(n_heads, width))
+    sums, zero = cpumemory.scratch(n_heads * ROWS), simd.splat(np.float32(0))
     for first in range(0, n_blocks, ROWS):
         n_here = min(ROWS, n_blocks - first)
         rows[: n_here * width] = keys[first * width : (first + n_here) * width]

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numba import carray
 
+import cpumemory
 import cpusimd as simd
+import cpuunits
 import packs
 from cpudecode import block_offset, block_scale, codes_start, decode, quad_codes
 from cpusums import block_1, block_4
@@ -88,7 +90,7 @@ def pack(kind, raw, n_cols, *, round_x=False):
         raise ValueError(f"a width of {n_cols} cannot be packed")
     n_matrices, n_rows = raw.shape[:2]
     groups = -(-n_rows // ROWS)
-    data = simd.aligned_zeros((n_matrices, groups, -(-n_cols // columns), KINDS[kind].n_bytes), np.uint8)
+    data = cpumemory.aligned_zeros((n_matrices, groups, -(-n_cols // columns), KINDS[kind].n_bytes), np.uint8)
     for matrix in range(n_matrices):
         rows = raw[matrix].reshape(n_rows, -1)
         if n_rows % ROWS:
@@ -168,7 +170,7 @@ def _scaled_1(kind, data, at, n_cols, codes, steps, sums, lifts, token):
             for q in range(8 // halves):
                 quad = half * 4 + q
                 column = simd.broadcast_i32(codes, i * BLOCK + 4 * quad)
-                dots = simd.dot_bytes(dots, quad_codes(kind, data, start, quad), column)
+                dots = cpuunits.dot_bytes(dots, quad_codes(kind, data, start, quad), column)
             scale = simd.mul(block_scale(kind, data, at, block, half), simd.splat(steps[i]))
             total = simd.fma(simd.to_float(dots), scale, total)
         if packs.OFFSET[kind]:
@@ -193,10 +195,10 @@ def _scaled_4(kind, data, at, n_cols, codes, steps, sums, lifts, token, out):
             for q in range(8 // halves):
                 quad = half * 4 + q
                 weights, at_x = quad_codes(kind, data, start, quad), i * BLOCK + 4 * quad
-                a = simd.dot_bytes(a, weights, simd.broadcast_i32(codes, at_x))
-                b = simd.dot_bytes(b, weights, simd.broadcast_i32(codes, at_x + n_cols))
-                c = simd.dot_bytes(c, weights, simd.broadcast_i32(codes, at_x + 2 * n_cols))
-                d = simd.dot_bytes(d, weights, simd.broadcast_i32(codes, at_x + 3 * n_cols))
+                a = cpuunits.dot_bytes(a, weights, simd.broadcast_i32(codes, at_x))
+                b = cpuunits.dot_bytes(b, weights, simd.broadcast_i32(codes, at_x + n_cols))
+                c = cpuunits.dot_bytes(c, weights, simd.broadcast_i32(codes, at_x + 2 * n_cols))
+                d = cpuunits.dot_bytes(d, weights, simd.broadcast_i32(codes, at_x + 3 * n_cols))
             scale = block_scale(kind, data, at, block, half)
             total_a = simd.fma(simd.to_float(a), simd.mul(scale, simd.splat(steps[i])), total_a)
             total_b = simd.fma(simd.to_float(b), simd.mul(scale, simd.splat(steps[i + blocks])), total_b)
@@ -242,9 +244,9 @@ def _tile_block(kind, weights, scales, offsets, block, codes, n_cols, steps, lif
     for half in range(halves):
         column = block * BLOCK + half * 16
         if halves == 2:
-            simd.tile_product(codes, token * n_cols + column, n_cols, weights, column * ROWS, 16, dots)
+            cpuunits.tile_product(codes, token * n_cols + column, n_cols, weights, column * ROWS, 16, dots)
         else:
-            simd.tile_product(codes, token * n_cols + column, n_cols, weights, column * ROWS, 32, dots)
+            cpuunits.tile_product(codes, token * n_cols + column, n_cols, weights, column * ROWS, 32, dots)
         scale = simd.load(scales, (halves * block + half) * ROWS)
         for t in range(16):
             step = simd.load_broadcast(steps, (token + t) * blocks + block)
@@ -275,10 +277,11 @@ def _tiled_group(kind, data, at, n_cols, codes, steps, lifts, first, n_tokens, o
     """Tiles of sixteen tokens from token `first`; `out_at` is the first one's first output. Returns how many it did."""
     if n_tokens < FEWEST_FOR_TILES:
         return 0
-    weights, scales, offsets = simd.scratch_bytes(n_cols * ROWS), simd.scratch(n_cols), simd.scratch(n_cols // 2)
-    totals, dots = carray(simd.stack_f32(256), (256,)), simd.scratch_bytes(1024)
+    weights, scales = cpumemory.scratch_bytes(n_cols * ROWS), cpumemory.scratch(n_cols)
+    offsets = cpumemory.scratch(n_cols // 2)
+    totals, dots = carray(simd.stack_f32(256), (256,)), cpumemory.scratch_bytes(1024)
     _unpack_group(kind, data, at, n_cols, weights, scales, offsets)
-    simd.tiles_begin(simd.TILE_SHAPES)
+    cpuunits.tiles_begin(cpuunits.TILE_SHAPES)
     done = 0
     while n_tokens - done >= FEWEST_FOR_TILES:
         totals[:] = np.float32(0)
@@ -287,7 +290,7 @@ def _tiled_group(kind, data, at, n_cols, codes, steps, lifts, first, n_tokens, o
         n_here = min(16, n_tokens - done)
         _put_rows(totals, n_here, out, out_at + done * n_rows, n_rows, n)
         done += n_here
-    simd.tiles_end()
+    cpuunits.tiles_end()
     return done
 
 
@@ -421,7 +424,7 @@ def _rounded(control, round_job, x):
     """x [T, n_cols] rounded: codes, steps, sums and lifts, with rows for a last tile of sixteen tokens behind them."""
     n_rows, blocks = x.shape[0], x.shape[1] // BLOCK
     padded = n_rows if n_rows < FEWEST_FOR_TILES else n_rows + 15
-    codes, sums = simd.scratch_bytes(padded * x.shape[1]).view(np.int8), np.empty(2 * padded * blocks, np.int32)
+    codes, sums = cpumemory.scratch_bytes(padded * x.shape[1]).view(np.int8), np.empty(2 * padded * blocks, np.int32)
     steps, lifts = np.empty(padded * blocks, np.float32), np.empty(padded * blocks, np.float32)
     codes[x.size :] = np.int8(0)
     steps[n_rows * blocks :] = np.float32(0)
@@ -474,7 +477,7 @@ def multiply(control, round_job, product_job, tiles, table, x, offsets, out):
 
 def product_jobs() -> tuple[int, int, bool]:
     """What `multiply` is told beside the control array: the functions of its jobs, and whether there are tiles."""
-    return _ROUND.address, _PRODUCT.address, simd.has_tiles
+    return _ROUND.address, _PRODUCT.address, cpuunits.has_tiles
 
 
 def _run_product(table, x, offsets, out, team) -> None:

@@ -9,8 +9,8 @@ import functools
 
 import numpy as np
 
-import bytecopy
 import cpuattention
+import cpumemory
 import cpuproducts
 import cpusimd as simd
 from cells import PAGE
@@ -69,7 +69,7 @@ def cells(n_pages, n_heads, sizes, residency=None):
     """The K/V pools of one layer, an array [pages][kv head][cell][bytes] for each of `sizes`, all in this memory."""
     if residency is not None:
         raise ValueError("there is no other memory to keep cells in")
-    return [simd.aligned_zeros((n_pages, n_heads, PAGE, size), np.uint8) for size in sizes]
+    return [cpumemory.aligned_zeros((n_pages, n_heads, PAGE, size), np.uint8) for size in sizes]
 
 
 def settle(pool, n_tokens):
@@ -84,7 +84,7 @@ def read_bytes(array, offset, out):
 def write_bytes(array, offset, data):
     """Copy `data` (NumPy, uint8) over the bytes of an array from byte `offset`."""
     # A reshape of a contiguous array is a view, which is what makes the bytes reach it.
-    bytecopy.copy(array.reshape(-1).view(np.uint8)[offset : offset + len(data)], data)
+    cpumemory.copy(array.reshape(-1).view(np.uint8)[offset : offset + len(data)], data)
 
 
 # --- elementwise and row operations -------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def swiglu(gate_up, down, x, out, team=None):
 @njit
 def _swiglu(control, round_job, product_job, tiles, gate_up, down, x, n_ff, out):
     n_tokens = x.shape[0]
-    both, whole = simd.scratch(2 * n_tokens * n_ff), np.array([0, n_tokens])
+    both, whole = cpumemory.scratch(2 * n_tokens * n_ff), np.array([0, n_tokens])
     multiply(control, round_job, product_job, tiles, gate_up, x, whole, both)
     gate = both[: n_tokens * n_ff]
     silu_mul(gate, both[n_tokens * n_ff :], gate)

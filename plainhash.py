@@ -1,7 +1,7 @@
 """The 64-bit hash of format v1 in plain Python, for headers: to load the kernels takes half a second.
 
-It owns one function, the twin of `fingerprint.hash64`; it knows no file. Invariant: both give the same value for every
-input. Read next: fingerprint.py, which hashes whole files.
+It owns one function, the twin of `checksum.hash64`; it knows no file. Invariant: both give the same value for every
+input. Read next: checksum.py, which hashes whole files.
 """
 
 import struct

@@ -3,7 +3,7 @@
 It owns writing, the materializing and the two-pass reading, and looking into files without a model; it knows nothing
 of models, HTTP and terminals, and gets K/V through the protocols KvSource and KvSink. Invariant: no byte of a file
 reaches a sink before it was vouched for, and a failed write leaves the destination as it was.
-Read next: sessionparse.py for the structure, blockfile.py for the disk, fingerprint.py for the checksums.
+Read next: sessionparse.py for the structure, blockfile.py for the disk, checksum.py for the checksums.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ from sessionlayout import (
 from sessionparse import Keep, Structure, check_size, check_trailer, read_header
 
 if TYPE_CHECKING:
-    import fingerprint
+    import checksum
 
 __all__ = [
     "STATE_ARRAYS",
@@ -92,16 +92,16 @@ _STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # --- Checksums: the kernels are loaded when the first byte is hashed, as who only looks into files needs none ---
 
 
-def _payload_hash() -> "fingerprint.Hash64":
-    import fingerprint
+def _payload_hash() -> "checksum.Hash64":
+    import checksum
 
-    return fingerprint.Hash64()
+    return checksum.Hash64()
 
 
 def _crc32c(block: np.ndarray) -> int:
-    import fingerprint
+    import checksum
 
-    return fingerprint.crc32c(block)
+    return checksum.crc32c(block)
 
 
 # --- Failures of the system ---

@@ -7,7 +7,7 @@ reason that lies in the file. Read next: engine.py for the order of events, sess
 
 import numpy as np
 
-import bytecopy
+import cpumemory
 from kvcache import Cache, CacheShape, Snapshot
 from promptcache import Parked, Timeline
 from sessionlayout import STATE_ARRAYS, Image, KvLayer, KvSource, Limits, SessionError
@@ -107,7 +107,7 @@ class StateSink:
         self.part_sizes = tuple(len(part) for part in self._bytes)
 
     def write(self, part: int, offset: int, data: np.ndarray) -> None:
-        bytecopy.copy(self._bytes[part][offset : offset + len(data)], data)
+        cpumemory.copy(self._bytes[part][offset : offset + len(data)], data)
 
     def snapshot(self, ids: np.ndarray) -> Snapshot:
         """The filled arrays as the state of a prefix."""

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 
-from fingerprint import hash64
+from checksum import hash64
 from sessionfile import Checkpoint, Identity, Image, KvHeader, KvLayer, write_session
 
 DATA = pathlib.Path(__file__).parent / "data" / "session"

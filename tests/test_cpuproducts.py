@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 
 import backend
 import cpuproducts as ops
-import cpusimd as simd
+import cpuunits
 import kernels_cpu
 import packs
 from cpuproducts import Pack
@@ -188,14 +188,14 @@ def test_product_of_rounded_activations(kind, rows, threads):
         np.testing.assert_array_equal(matmul(weights, x[65 - n_tokens :]), whole[65 - n_tokens :])
 
 
-@pytest.mark.skipif(not simd.has_tiles, reason="this processor has no tiles of bytes")
+@pytest.mark.skipif(not cpuunits.has_tiles, reason="this processor has no tiles of bytes")
 @pytest.mark.parametrize("kind", CODED)
 def test_tiles_of_bytes_change_no_bit(kind, threads, monkeypatch):
     rng, columns = rng_for(kind, "tiles"), 768
     raw, x = random_weights(rng, kind, 1, 50, columns), normal(rng, 43, columns)
     weights = packed(kind, raw, columns, round_x=True)
     with_tiles = matmul(weights, x)
-    monkeypatch.setattr(simd, "has_tiles", False)
+    monkeypatch.setattr(cpuunits, "has_tiles", False)
     np.testing.assert_array_equal(matmul(weights, x), with_tiles)
 
 

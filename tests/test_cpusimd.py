@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cpumemory
 import cpusimd as simd
+import cpuunits
 from jit import njit
 
 ROOT = Path(__file__).parent.parent
@@ -70,12 +72,12 @@ def less(value, amount, out):
 
 @njit
 def tile(a, stride, b, n_wide, out):
-    simd.tiles_begin(simd.TILE_SHAPES)
+    cpuunits.tiles_begin(cpuunits.TILE_SHAPES)
     if n_wide == 32:
-        simd.tile_product(a, 3, stride, b, 64, 32, out)
+        cpuunits.tile_product(a, 3, stride, b, 64, 32, out)
     else:
-        simd.tile_product(a, 3, stride, b, 64, 16, out)
-    simd.tiles_end()
+        cpuunits.tile_product(a, 3, stride, b, 64, 16, out)
+    cpuunits.tiles_end()
 
 
 @njit
@@ -128,8 +130,8 @@ def integer_fields(raw, shift, mask, out):
 @njit
 def dot_products(unsigned, signed, at, start, out):
     total = simd.splat_i32(start)
-    simd.store(out, 0, simd.to_float(simd.dot_bytes(total, simd.load_i32(unsigned, 0), simd.load_i32(signed, 0))))
-    shared = simd.dot_bytes(total, simd.load_i32(unsigned, 0), simd.broadcast_i32(signed, at))
+    simd.store(out, 0, simd.to_float(cpuunits.dot_bytes(total, simd.load_i32(unsigned, 0), simd.load_i32(signed, 0))))
+    shared = cpuunits.dot_bytes(total, simd.load_i32(unsigned, 0), simd.broadcast_i32(signed, at))
     simd.store(out, 16, simd.to_float(shared))
 
 
@@ -329,7 +331,7 @@ def test_bytes_are_lessened_without_a_borrow():
     assert out[0] == 9
 
 
-@pytest.mark.skipif(not simd.has_tiles, reason="this processor has no tiles of bytes")
+@pytest.mark.skipif(not cpuunits.has_tiles, reason="this processor has no tiles of bytes")
 @pytest.mark.parametrize("n_columns", [16, 32])
 def test_a_product_of_tiles_is_exact(n_columns):
     rng, stride = np.random.default_rng(n_columns), 48
@@ -344,12 +346,13 @@ def test_a_product_of_tiles_is_exact(n_columns):
 
 def test_a_line_begins_where_scratch_and_zeros_do():
     for n in (1, 64, 1000):
-        for array in (simd.scratch(n), simd.scratch_bytes(n), simd.aligned_zeros((n, 3), np.int32)):
+        for array in (cpumemory.scratch(n), cpumemory.scratch_bytes(n), cpumemory.aligned_zeros((n, 3), np.int32)):
             assert array.ctypes.data % simd.LINE == 0
             assert len(array) == n
-        assert not simd.aligned_zeros((n, 3), np.int32).any()
-    sizes = (simd.LEAST_OF_CHUNK - 1, simd.LEAST_OF_CHUNK, 1_000_001, simd.HUGE_PAGE, simd.CHUNK + 1, 1_000_003)
-    arrays = [simd.aligned_zeros((size,), np.uint8) for size in sizes]
+        assert not cpumemory.aligned_zeros((n, 3), np.int32).any()
+    pooled, huge = cpumemory.LEAST_POOLED, cpumemory.HUGE_PAGE
+    sizes = (pooled - 1, pooled, 1_000_001, huge, cpumemory.POOL_BYTES + 1, 1_000_003)
+    arrays = [cpumemory.aligned_zeros((size,), np.uint8) for size in sizes]
     for i, array in enumerate(arrays):
         assert (array.ctypes.data % simd.LINE, len(array)) == (0, sizes[i])
         assert not array.any()

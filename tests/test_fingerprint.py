@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import xxhash
 
-import fingerprint
+import checksum
+import cpuunits
+from checksum import Hash64, crc32c, hash64
 from fingerprint import (
     Config,
     FieldStream,
     FingerprintError,
-    Hash64,
     ModelFile,
     Rope,
     config_fingerprint,
-    crc32c,
-    hash64,
     model_fingerprint,
     role_list,
 )
@@ -89,9 +88,9 @@ def test_arrays_that_are_no_row_of_bytes():
 
 @pytest.fixture(params=["instruction", "tables"])
 def crc_path(request, monkeypatch):
-    if request.param == "instruction" and not fingerprint._has_crc_instruction():
+    if request.param == "instruction" and not cpuunits.has_crc_instruction():
         pytest.skip("this target has no CRC-32C instruction")
-    monkeypatch.setattr(fingerprint, "_has_crc_instruction", lambda: request.param == "instruction")
+    monkeypatch.setattr(checksum, "has_crc_instruction", lambda: request.param == "instruction")
 
 
 @pytest.mark.usefixtures("crc_path")

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import jit
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODULES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 
@@ -19,25 +21,27 @@ ALLOWED = {
     "kernelcache": set(),
     "jit": {"kernelcache"},
     "cpusimd": {"jit"},
+    "cpuunits": {"cpusimd"},
+    "cpumemory": {"cpusimd", "jit"},
     "cputeam": {"jit"},
     "packs": set(),
     "cpudecode": {"jit", "packs", "cpusimd"},
     "cpusums": {"jit", "packs", "cpusimd"},
-    "cpuproducts": {"cpudecode", "cpusums", "jit", "packs", "cpusimd", "cputeam"},
-    "cpuattention": {"cells", "cpusums", "jit", "packs", "cpusimd", "cputeam"},
-    "kernels_cpu": {"bytecopy", "cells", "cpuattention", "cpuproducts", "cpusimd", "cpusums", "cputeam", "jit"}
+    "cpuproducts": {"cpudecode", "cpumemory", "cpusimd", "cpusums", "cputeam", "cpuunits", "jit", "packs"},
+    "cpuattention": {"cells", "cpumemory", "cpusimd", "cpusums", "cputeam", "jit", "packs"},
+    "kernels_cpu": {"cells", "cpuattention", "cpumemory", "cpuproducts", "cpusimd", "cpusums", "cputeam", "jit"}
     | {"packs"},
-    "fingerprint": {"jit", "cpusimd"},
+    "checksum": {"cpusimd", "cpuunits", "jit"},
+    "fingerprint": {"checksum"},
     "modelfile": set(),
     "resources": set(),
     "unfinished": set(),
     "helperthread": set(),
     "blockfile": {"helperthread", "resources", "unfinished"},
-    "bytecopy": {"jit", "cpusimd"},
     "sessionlayout": {"blockfile", "cells"},
     "plainhash": set(),
     "sessionparse": {"plainhash", "sessionlayout"},
-    "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "fingerprint", "plainhash"},
+    "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "checksum", "plainhash"},
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "modelfile"},
     "httpknown": set(),
@@ -57,8 +61,8 @@ ALLOWED = {
     "modelconfig": {"cells", "kvcache"},
     "modelweights": {"modelconfig", "modelfile", "packs"},
     "model": {"kvcache", "modelconfig", "modelweights"},
-    "controlvector": {"fingerprint", "modelfile"},
-    "sessionstate": {"bytecopy", "kvcache", "promptcache", "sessionlayout"},
+    "controlvector": {"checksum", "modelfile"},
+    "sessionstate": {"cpumemory", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "model", "promptcache", "sampling", "verbs"},
     "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs"},
     "engine": {"conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
@@ -173,6 +177,13 @@ def test_kernels_are_kept_in_our_folder_whichever_module_comes_first(name, tmp_p
         check=True,
     )
     assert ran.stdout.startswith(str(tmp_path / "strata" / "numba-"))
+
+
+def test_kernels_are_compiled_anew_when_any_source_of_theirs_changes():
+    named = {path.stem for pattern in jit.KERNEL_SOURCES for path in ROOT.glob(pattern)}
+    with_kernels = {name for name, tree in MODULES.items() if "jit" in top_level(tree)} - {"engine", "warmup"}
+    below = set().union(*(top_level(MODULES[name]) & MODULES.keys() for name in with_kernels)) - {"kernelcache"}
+    assert with_kernels | below <= named
 
 
 def test_no_test_imports_another():

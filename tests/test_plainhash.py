@@ -2,7 +2,7 @@
 
 import numpy as np
 
-import fingerprint
+import checksum
 import plainhash
 from given_hashes import HASHES, data_of
 from given_images import number
@@ -22,4 +22,4 @@ def test_it_is_the_hash_of_the_kernels():
     data = np.random.default_rng(0).integers(0, 256, 300, np.uint8).tobytes()
     for size in range(len(data)):
         for seed in (0, 1, 2**64 - 1):
-            assert plainhash.hash64(data[:size], seed) == fingerprint.hash64(data[:size], seed)
+            assert plainhash.hash64(data[:size], seed) == checksum.hash64(data[:size], seed)

@@ -1,4 +1,4 @@
-"""STOP, and the ends of the loop: the end of input, a closed stdout, signals, fatal errors; the loop in a process."""
+"""STOP, and the ends of the loop: the end of input, a closed stdout, signals and fatal errors; and in a process."""
 
 import contextlib
 import io

@@ -12,7 +12,7 @@ import pytest
 
 import blockfile
 from blockfile import BLOCK_BYTES, free_space_folder
-from fingerprint import hash64
+from checksum import hash64
 from given_images import ARRAYS, DATA, IMAGES, READABLE, SMALL, UNREADABLE, identity, image, number, plain, seal
 from sessionfile import (
     Checkpoint,
