@@ -179,7 +179,8 @@ class EngineOptions(_Record):
     kv_resident: int = _option(
         0,
         "N",
-        "CUDA: keep N cells of each layer in VRAM, all in pinned RAM (default: {default}, off)",
+        f"CUDA: keep N cells of each layer, at least {LEAST_RESIDENT}, in VRAM, all in pinned RAM"
+        " (default: {default}, off)",
         _resident,
         int,
     )
@@ -199,7 +200,8 @@ class EngineOptions(_Record):
     session_min_free_mib: int = _count(4096, "disk that SAVE leaves free (default: {default}); 0 asks nothing", low=0)
     spec: int | None = _count(
         None,
-        f"window of speculative decoding (default: {DEFAULT_WINDOW} with a draft layer); 1 is off",
+        f"window of speculative decoding, at most {LONGEST_WINDOW} (default: {DEFAULT_WINDOW} with a draft layer);"
+        " 1 is off",
         high=LONGEST_WINDOW,
     )
     threads: int | None = _count(None, "compute threads (default: the cores that this process may use)")
