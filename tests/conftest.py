@@ -58,3 +58,67 @@ def threads(request, monkeypatch):
     monkeypatch.setattr(teams, "ALONE", team)
     yield request.param
     team.close()
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A session that holds a conversation, a parked one and a good file of its own: session, next prompt, file."""
+    from given_engine import new_session
+    from given_session import talk
+
+    session = new_session(conversation_cache_mib=100)
+    talk(session, seed=50, n=12)
+    prompt = talk(session)
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    session.save(str(folder / "good.bin"))
+    return session, prompt, folder / "good.bin"
+
+
+@pytest.fixture
+def refused(live):
+    """A check that an operation of the live session is refused and that nothing came of it."""
+    from given_session import refusing
+
+    return refusing(live)
+
+
+@pytest.fixture
+def target(tmp_path):
+    """Where an older file lies, alone in its folder."""
+    from given_target import OLD
+
+    path = tmp_path / "chat.bin"
+    path.write_bytes(OLD)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_model(tmp_path_factory):
+    """A model file with a tokenizer and no weights, as the front reads it."""
+    from given_front import write_tokenizer_model
+
+    return write_tokenizer_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def make_front(tokenizer_model, tmp_path):
+    """Starts fronts that save below tmp_path and are stopped at the end."""
+    from given_front import RunningFront
+
+    fronts = []
+
+    def make(**options):
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        front = RunningFront(tmp_path, tokenizer_model, slot_save_path=str(tmp_path / "saved"), **options)
+        fronts.append(front)
+        return front
+
+    yield make
+    for front in fronts:
+        front.stop()
+
+
+@pytest.fixture
+def front(make_front):
+    return make_front()

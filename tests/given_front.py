@@ -189,3 +189,25 @@ class RunningFront:
 def events(text: str) -> list[dict]:
     """The JSON of a stream's events, without the closing mark."""
     return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
+
+
+def held(front) -> int:
+    return front.get("/slots").json()[0]["n_prompt_tokens"]
+
+
+def refusal(answer, status: int, text: str = "") -> dict:
+    assert answer.status_code == status, answer.text
+    assert text in answer.json()["error"]["message"]
+    return answer.json()["error"]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def slot(front) -> dict:
+    return front.get("/slots").json()[0]

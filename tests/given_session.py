@@ -1,6 +1,9 @@
 """A live conversation, a file of another one, and what must hold of both after whatever fails."""
 
-from given_engine import TURN, ask, held, ids, joined, new_session, next_turn, tree
+import pytest
+
+from engine import Session
+from given_engine import TURN, ask, held, ids, joined, new_session, next_turn, tree, trunk
 from sessionlayout import SessionError
 
 MODEL = "qwen4exp"  # of every kind of layer: recurrent, indexed, n-gram history, drafts
@@ -72,3 +75,33 @@ class Live:
 
     def restore(self, **named):
         self.session.restore(str(self.chat), **named)
+
+
+def talk(session, turns=2, n=30, seed=0, max_new=7):
+    """Hold a conversation of some turns; returns the prompt of the turn behind it."""
+    prompt = joined(TURN, ids(n - 1, seed))
+    for turn in range(turns):
+        prompt = next_turn(prompt, ask(session, prompt, max_new), seed + turn + 1)
+    return prompt
+
+
+def refusing(live):
+    """Asserts that an operation of a live session is refused and that nothing came of it, to the last byte."""
+    session, prompt, good = live
+    control = Session(session.engine)
+    expected = ask(control, prompt, 12)
+
+    def check(kind, match, operation, *arguments, folder=None):
+        folder = folder or good.parent
+        before, files = held(session), tree(folder)
+        with pytest.raises(SessionError, match=match) as caught:
+            operation(*map(str, arguments))
+        assert (caught.value.kind, caught.value.published) == (kind, False)
+        assert held(session) == before
+        assert tree(folder) == files
+        n_held = session.n_tokens
+        reply = ask(session, prompt, 12)
+        assert (reply.tokens, reply.reused) == (expected.tokens, n_held)
+        assert trunk(session) == trunk(control)
+
+    return check

@@ -3,62 +3,21 @@
 import asyncio
 import json
 import os
-import random
 import signal
-import socket
-import threading
 import time
 
-import httpx
 import pytest
 
-import httpstream
-from given_front import RunningFront, events, write_tokenizer_model
+from given_front import RunningFront, alive, events, held, refusal, slot
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tokenizer_model(tmp_path_factory.mktemp("model") / "tiny.gguf")
-
-
-@pytest.fixture
-def make_front(model, tmp_path):
-    """Starts fronts that save below tmp_path and are stopped at the end."""
-    fronts = []
-
-    def make(**options):
-        (tmp_path / "saved").mkdir(exist_ok=True)
-        front = RunningFront(tmp_path, model, slot_save_path=str(tmp_path / "saved"), **options)
-        fronts.append(front)
-        return front
-
-    yield make
-    for front in fronts:
-        front.stop()
-
-
-@pytest.fixture
-def front(make_front):
-    return make_front()
-
-
-@pytest.fixture(scope="module")
-def shared(model, tmp_path_factory):
+def shared(tokenizer_model, tmp_path_factory):
     """One front for tests that leave it as they found it."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "saved").mkdir()
-    with RunningFront(folder, model, slot_save_path=str(folder / "saved")) as front:
+    with RunningFront(folder, tokenizer_model, slot_save_path=str(folder / "saved")) as front:
         yield front
-
-
-def held(front) -> int:
-    return front.get("/slots").json()[0]["n_prompt_tokens"]
-
-
-def refused(answer, status: int, text: str = "") -> dict:
-    assert answer.status_code == status, answer.text
-    assert text in answer.json()["error"]["message"]
-    return answer.json()["error"]
 
 
 # --- Out of step ---
@@ -108,11 +67,11 @@ def test_a_save_that_leaves_the_protocol_ends_the_child(shared, lines):
     assert shared.chat().status_code == 200
     n_starts = len(shared.pids())
     shared.script("SAVE", *lines, "@deaf")
-    refused(shared.slot("save", "a.bin"), 500, "out of step")
+    refusal(shared.slot("save", "a.bin"), 500, "out of step")
     assert not alive(shared.pids()[-1])
     assert held(shared) == 0
-    refused(shared.slot("restore", "a.bin"), 404)
-    refused(shared.slot("save", "a.bin"), 503)
+    refusal(shared.slot("restore", "a.bin"), 404)
+    refusal(shared.slot("save", "a.bin"), 503)
     assert shared.chat().status_code == 200
     assert len(shared.pids()) == n_starts + 1
 
@@ -134,7 +93,7 @@ BAD_GENERATION_LINES = [
 @pytest.mark.parametrize("lines", BAD_GENERATION_LINES, ids=lambda lines: lines[-1][:20])
 def test_a_generation_that_leaves_the_protocol_ends_the_child(shared, lines):
     shared.script("GEN", *lines, "@deaf")
-    refused(shared.chat(), 500, "out of step")
+    refusal(shared.chat(), 500, "out of step")
     assert not alive(shared.pids()[-1])
     assert shared.chat().status_code == 200
 
@@ -148,18 +107,10 @@ def test_a_token_without_text_is_an_error_and_the_answer_is_stopped(front):
         assert front.chat().status_code == 200
 
 
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_an_erase_that_leaves_the_protocol_ends_the_child(shared):
     shared.script("ERASE", "SAVED 1 2 3")
-    refused(shared.slot("erase"), 500, "out of step")
-    refused(shared.slot("erase"), 503)
+    refusal(shared.slot("erase"), 500, "out of step")
+    refusal(shared.slot("erase"), 503)
     shared.chat()
     assert shared.slot("erase").json()["n_erased"] > 0
 
@@ -168,7 +119,7 @@ def test_a_refused_erase_changes_nothing(front):
     front.chat()
     before = held(front)
     front.script("ERASE", "ERR not now")
-    refused(front.slot("erase"), 400, "not now")
+    refusal(front.slot("erase"), 400, "not now")
     assert (held(front), len(front.pids())) == (before, 1)
 
 
@@ -185,7 +136,7 @@ def test_a_child_out_of_step_while_idle_is_not_asked_to_save(front):
     front.script("GEN", "@accept", "@text x", "@done", "SAVED 1 2 3")
     front.chat()
     front.wait_for(lambda: front.front.child._pipes.ahead, "the stray line")
-    refused(front.slot("save", "a.bin"), 500, "out of step")
+    refusal(front.slot("save", "a.bin"), 500, "out of step")
     assert "SAVE" not in " ".join(front.verbs())
 
 
@@ -206,7 +157,7 @@ def test_a_line_for_the_log_is_no_sign_of_life(make_front):
     front = make_front(silence_s=1)
     front.chat()
     front.script("SAVE", *["INFO busy", "@pause"] * 200)
-    refused(front.slot("save", "a.bin"), 500, "silent for 1 s")
+    refusal(front.slot("save", "a.bin"), 500, "silent for 1 s")
 
 
 def test_what_the_engine_says_moves_no_cursor(front):
@@ -236,7 +187,7 @@ def test_a_failure_in_the_middle_of_a_request_keeps_the_child_and_holds_nothing(
         answer = front.chat(stream=stream)
         assert "the logits are not finite" in answer.text
         if not stream:
-            refused(answer, 500, "not finite")
+            refusal(answer, 500, "not finite")
             assert answer.headers["x-should-retry"] == "false"
         assert held(front) == 0
     assert front.chat().status_code == 200
@@ -247,13 +198,13 @@ def test_the_reason_of_an_end_is_kept(front):
     front.script("GEN", "@accept", "@text ab", "FATAL the device is gone", "@exit 1")
     assert "the device is gone" in front.stream()
     front.script("START", "INFO engine=1", "FATAL no memory for the weights", "@exit 1")
-    refused(front.chat(), 500, "no memory for the weights")
+    refusal(front.chat(), 500, "no memory for the weights")
     front.chat()
     front.script("ERASE", "FATAL half erased", "@exit 1")
-    refused(front.slot("erase"), 500, "half erased")
+    refusal(front.slot("erase"), 500, "half erased")
     front.chat()
     front.script("TOKENS", "FATAL lost count", "@exit 1")
-    refused(front.get("/slots/0/conversation"), 500, "lost count")
+    refusal(front.get("/slots/0/conversation"), 500, "lost count")
     front.script("GEN", "@accept", "@text x", "@done", "FATAL in the night", "@exit 1")
     front.chat()
     front.wait_for(lambda: front.get("/slots").json()[0]["model"] == "unloaded", "its end")
@@ -267,7 +218,7 @@ def test_last_words_are_those_of_the_request(front):
     front.chat()
     front.wait_for(lambda: "loaded in 1.2 s" in front.terminal.lines, "the words of the start")
     front.script("GEN", "@accept", "@die")
-    message = refused(front.chat(), 500, "signal 9")["message"]
+    message = refusal(front.chat(), 500, "signal 9")["message"]
     assert "loaded" not in message
 
 
@@ -299,7 +250,7 @@ def test_what_the_engine_says_to_hold_is_what_is_shown(front):
         front.chat()
         assert held(front) == 77
     front.script("GEN", "RESUME 0", "REUSED 0", "HELD x")
-    refused(front.chat(), 500, "out of step")
+    refusal(front.chat(), 500, "out of step")
 
 
 def test_a_stop_may_say_how_much_is_to_be_kept(front):
@@ -366,10 +317,6 @@ def test_the_phase_of_a_save_and_of_those_behind_it(front):
         front.mark("loaded")
 
 
-def slot(front) -> dict:
-    return front.get("/slots").json()[0]
-
-
 @pytest.mark.parametrize(
     ("line", "status", "published"),
     [
@@ -385,7 +332,7 @@ def test_refusals_keep_the_child_and_what_it_holds(shared, line, status, publish
     before = held(shared)
     _, kind, _, text = line.split(" ", 3)
     shared.script("SAVE", line)
-    error = refused(shared.slot("save", "a.bin"), status, text)
+    error = refusal(shared.slot("save", "a.bin"), status, text)
     assert (error["kind"], error.get("published")) == (kind, published)
     assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
     assert held(shared) == before > 0
@@ -395,7 +342,7 @@ def test_fatal_ends_the_child(front):
     front.chat()
     front.slot("save", "a.bin")
     front.script("RESTORE", "SESSION 1 2", "FATAL a pool was half written", "@exit 1")
-    refused(front.slot("restore", "a.bin"), 500, "a pool was half written")
+    refusal(front.slot("restore", "a.bin"), 500, "a pool was half written")
     assert held(front) == 0
     assert front.chat().status_code == 200
 
@@ -403,11 +350,11 @@ def test_fatal_ends_the_child(front):
 def test_a_child_that_dies_in_a_save(front):
     front.chat()
     front.script("SAVE", "SESSION 0 10", "@stderr the last words", "@exit 7")
-    error = refused(front.slot("save", "a.bin"), 500, "exit status 7")
+    error = refusal(front.slot("save", "a.bin"), 500, "exit status 7")
     assert "the last words" in error["message"]
     front.chat()
     front.script("SAVE", "@die")
-    refused(front.slot("save", "a.bin"), 500, "signal 9")
+    refusal(front.slot("save", "a.bin"), 500, "signal 9")
     assert len(front.pids()) == 2
 
 
@@ -429,7 +376,7 @@ def test_a_child_killed_while_idle(front):
     assert front.get("/health").status_code == 200
     for action in ("save", "restore", "erase"):
         answer = front.slot(action, "a.bin")
-        refused(answer, 503)
+        refusal(answer, 503)
         assert answer.headers["retry-after"].isdigit()
     assert front.chat().status_code == 200
     restored = front.slot("restore", "a.bin")
@@ -439,18 +386,18 @@ def test_a_child_killed_while_idle(front):
 def test_a_restart_that_fails_and_the_next_that_does_not(front):
     front.post("/unload")
     front.script("START", "@stderr the model file is gone", "@exit 1")
-    refused(front.chat(), 500, "the model file is gone")
+    refusal(front.chat(), 500, "the model file is gone")
     front.script("START", "READY 0 stop")
-    refused(front.chat(), 500, "out of step")
+    refusal(front.chat(), 500, "out of step")
     front.script("START", "HELLO")
-    refused(front.chat(stream=True), 500, "out of step")
+    refusal(front.chat(stream=True), 500, "out of step")
     assert front.chat().status_code == 200
 
 
-def test_a_first_start_that_fails_ends_the_server(model, tmp_path):
+def test_a_first_start_that_fails_ends_the_server(tokenizer_model, tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "START").write_text("@stderr not a GGUF file\n@exit 1\n")
-    front = RunningFront(tmp_path, model, wait=False)
+    front = RunningFront(tmp_path, tokenizer_model, wait=False)
     front._thread.join(20)
     front.stop()
     assert "not a GGUF file" in str(front.server.failure)
@@ -463,10 +410,10 @@ def test_a_first_start_that_fails_ends_the_server(model, tmp_path):
 def test_a_silent_child_is_ended(make_front):
     front = make_front(silence_s=1)
     front.script("GEN", "@deaf")
-    refused(front.chat(), 500, "silent for 1 s")
+    refusal(front.chat(), 500, "silent for 1 s")
     assert front.chat().status_code == 200
     front.script("SAVE", "SESSION 0 10", "@deaf")
-    refused(front.slot("save", "a.bin"), 500, "silent for 1 s")
+    refusal(front.slot("save", "a.bin"), 500, "silent for 1 s")
     assert not alive(front.pids()[-1])
     assert front.chat().status_code == 200
 
@@ -488,7 +435,7 @@ def test_an_allowance_ends_with_the_next_line(make_front):
     front = make_front(silence_s=1)
     front.chat()
     front.script("SAVE", "SWAIT flush 3600", "SESSION 0 10", "@deaf")
-    refused(front.slot("save", "a.bin"), 500, "silent for 1 s")
+    refusal(front.slot("save", "a.bin"), 500, "silent for 1 s")
 
 
 @pytest.mark.slow
@@ -505,351 +452,3 @@ def test_progress_keeps_a_save_alive_past_the_limit(make_front):
     assert answers[0].status_code == 200
 
 
-# --- Turns ---
-
-
-def test_everything_answers_during_a_save(front):
-    front.chat()
-    front.script(
-        "SAVE", "SWAIT capture 60", "SESSION 0 100", "SESSION 40 100", "@mark half", "@wait go", "SAVED 1 100 3"
-    )
-    with front.meanwhile(lambda: front.slot("save", "a.bin")):
-        front.wait_mark("half")
-        front.wait_for(lambda: front.get("/slots").json()[0]["session"]["n_done"] == 40, "the progress")
-        (slot,) = front.get("/slots").json()
-        assert slot["is_processing"]
-        assert slot["session"] == {
-            "action": "save",
-            "filename": "a.bin",
-            "phase": "capture",
-            "n_done": 40,
-            "n_total": 100,
-        }
-        metrics = front.get("/metrics").text
-        assert "\nstrata:session_done_bytes 40\n" in metrics
-        assert "\nstrata:session_running 1\n" in metrics
-        for _ in range(50):
-            for path in ("/health", "/v1/models", "/slots", "/metrics", "/props", "/sessions"):
-                assert front.get(path).status_code == 200
-        front.mark("go")
-    assert front.get("/slots").json()[0]["session"] is None
-    assert ("save", "capture", 40, 100) in front.terminal.progress
-    assert front.terminal.progress[-1] is None
-
-
-def test_everything_answers_while_loading(make_front, tmp_path):
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "START").write_text("@mark begun\n@wait go\n@default\n")
-    front = make_front(wait=False)
-    front.wait_mark("begun")
-    assert front.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert front.get("/metrics").status_code == 200
-    assert front.get("/sessions").status_code == 200
-    for path in ("/health", "/slots", "/props"):
-        answer = front.get(path)
-        refused(answer, 503, "loading")
-        assert answer.headers["retry-after"].isdigit()
-    for stream in (False, True):
-        refused(front.chat(stream=stream), 503, "loading")
-    front.mark("go")
-    front.wait_for(lambda: front.get("/health").status_code == 200, "health")
-    assert front.chat().status_code == 200
-
-
-def test_a_request_in_the_restart_window_waits(front):
-    front.post("/unload")
-    assert front.get("/slots").json()[0]["n_ctx"] == 4096
-    front.script("START", "@mark begun", "@wait go", "@default")
-    with front.meanwhile(front.chat) as answers:
-        front.wait_mark("begun")
-        assert front.get("/health").status_code == 503
-        assert front.get("/slots").json()[0]["n_ctx"] == 4096
-        assert front.get("/v1/models").json()["data"][0]["meta"]["n_ctx"] == 4096
-        front.mark("go")
-    assert answers[0].status_code == 200
-
-
-def test_load_and_unload(front):
-    front.chat()
-    front.slot("save", "a.bin")
-    assert front.client.post("/unload").json() == {"status": "unloaded"}
-    assert not alive(front.pids()[0])
-    assert front.get("/health").json()["model"] == "unloaded"
-    refused(front.slot("restore", "a.bin"), 503, "POST /load")
-    assert front.client.post("/load").json()["status"] == "loaded"
-    assert front.slot("restore", "a.bin").status_code == 200
-    assert front.client.post("/load").json()["status"] == "loaded"
-    assert len(front.pids()) == 2
-
-
-def test_unload_while_busy_is_refused_and_harms_nothing(front):
-    front.chat()
-    front.script("SAVE", "@mark begun", "@wait go", "@default")
-    with front.meanwhile(lambda: front.slot("save", "a.bin")) as answers:
-        front.wait_mark("begun")
-        refused(front.post("/unload"), 409)
-        front.mark("go")
-    assert answers[0].status_code == 200
-
-
-def test_a_save_waits_for_the_running_answer_and_has_it_all(front):
-    front.script("GEN", "@accept", "@text abc", "@mark begun", "@wait go", "@text def", "@done")
-    with front.meanwhile(front.stream) as streams:
-        front.wait_mark("begun")
-        with front.meanwhile(lambda: front.slot("save", "a.bin")) as answers:
-            front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 1, "the save to queue")
-            front.mark("go")
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events(streams[0])) == "abcdef"
-    assert answers[0].json()["n_saved"] == held(front)
-
-
-def test_requests_are_served_in_order(front):
-    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
-    with front.meanwhile(front.chat):
-        front.wait_mark("begun")
-        with front.meanwhile(lambda: front.chat("b", max_tokens=1)):
-            front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 1, "one")
-            with front.meanwhile(lambda: front.slot("save", "a.bin")):
-                front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 2, "two")
-                with front.meanwhile(lambda: front.chat("c", max_tokens=2)):
-                    front.wait_for(lambda: front.get("/slots").json()[0]["n_waiting"] == 3, "three")
-                    front.mark("go")
-    verbs = [verb.split(" ")[:2] for verb in front.verbs()]
-    assert [verb[0] for verb in verbs] == ["GEN", "GEN", "SAVE", "GEN"]
-    assert (verbs[1][1], verbs[3][1]) == ("1", "2")
-
-
-def test_a_queued_stream_gets_keep_alives(front, monkeypatch):
-    monkeypatch.setattr(httpstream, "KEEP_ALIVE_S", 0.02)
-    front.chat()
-    front.script("SAVE", "@mark begun", "@wait go", "@default")
-    with front.meanwhile(lambda: front.slot("save", "a.bin")):
-        front.wait_mark("begun")
-        with front.client.stream("POST", "/completion", json={"prompt": "x", "stream": True}) as answer:
-            chunks = answer.iter_text()
-            assert answer.status_code == 200
-            assert [next(chunks) for _ in range(3)] == [":\n\n"] * 3
-            front.mark("go")
-            rest = "".join(chunks)
-    assert events(rest)[-1]["stop"] is True
-
-
-# --- Clients that hang up ---
-
-
-def test_a_stream_whose_client_hangs_up_is_stopped(front):
-    front.script("GEN", "@accept", "@text abc", "@wait-stop", "@done")
-    with front.client.stream("POST", "/completion", json={"prompt": "x", "stream": True}) as answer:
-        assert next(answer.iter_text())
-    front.wait_for(lambda: front.verbs()[-1] == "STOP", "STOP")
-    assert front.chat().status_code == 200
-    assert len(front.pids()) == 1
-
-
-def test_an_answer_whose_client_hangs_up_is_stopped(front):
-    front.chat()
-    front.script("GEN", "@accept", "@mark begun", "@text abc", "@wait-stop", "@done")
-    with httpx.Client(base_url=front.url) as client, front.meanwhile(lambda: hang_up(client, front)):
-        front.wait_mark("begun")
-    front.wait_for(lambda: front.verbs()[-1] == "STOP", "STOP")
-    assert front.chat().status_code == 200
-
-
-def hang_up(client, front) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        client.post("/completion", json={"prompt": "x"}, timeout=httpx.Timeout(20, read=0.3))
-    client.close()
-
-
-def test_a_queued_request_whose_client_hangs_up_is_never_begun(front, monkeypatch):
-    monkeypatch.setattr(httpstream, "KEEP_ALIVE_S", 0.02)
-    front.chat()
-    front.script("SAVE", "@mark begun", "@wait go", "@default")
-    with front.meanwhile(lambda: front.slot("save", "a.bin")):
-        front.wait_mark("begun")
-        with front.client.stream("POST", "/completion", json={"prompt": "queued", "stream": True}) as answer:
-            assert next(answer.iter_text()) == ":\n\n"
-        front.mark("go")
-    assert front.chat("after").status_code == 200
-    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN", "SAVE", "GEN"]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_queued_request_whose_client_went_is_dropped_at_once(front, stream):
-    front.chat()
-    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
-    body = json.dumps({"prompt": "queued", "stream": stream}).encode()
-    with front.meanwhile(front.chat):
-        front.wait_mark("begun")
-        leave_in_the_queue(front, "/completion", body)
-        front.mark("go")
-    assert front.chat("after").status_code == 200
-    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN", "GEN", "GEN"]
-
-
-def leave_in_the_queue(front, path: str, body: bytes) -> None:
-    """Queue a request and hang up; it is to leave the queue while the one before it still runs."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", front.port)) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        front.wait_for(lambda: slot(front)["n_waiting"] == 1, "the request to queue")
-    front.wait_for(lambda: slot(front)["n_waiting"] == 0, "the queue to be left")
-
-
-def test_a_request_given_up_while_the_model_loads_is_not_read(front):
-    front.post("/unload")
-    front.script("START", "@mark loading", "@wait go", "@default")
-    with socket.create_connection(("127.0.0.1", front.port)) as client:
-        body = b'{"prompt": "x", "stream": true}'
-        head = b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        front.wait_mark("loading")
-    front.wait_for(lambda: front.front.child._current.stopped, "the hang-up")
-    front.mark("go")
-    assert front.chat("after").status_code == 200
-    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN"]
-
-
-def test_a_queued_restore_or_erase_goes_with_its_client_and_a_save_stays(front):
-    front.chat()
-    front.slot("save", "a.bin")
-    before = held(front)
-    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
-    with front.meanwhile(front.chat):
-        front.wait_mark("begun")
-        leave_in_the_queue(front, "/slots/0?action=restore", b'{"filename": "a.bin"}')
-        leave_in_the_queue(front, "/slots/0?action=erase", b"{}")
-        with httpx.Client(base_url=front.url) as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/slots/0?action=save", json={"filename": "b.bin"}, timeout=httpx.Timeout(20, read=0.3))
-        assert slot(front)["n_waiting"] == 1
-        front.mark("go")
-    front.wait_for((front.folder / "saved" / "b.bin").exists, "the save")
-    assert [verb.split(" ")[0] for verb in front.verbs()] == ["GEN", "SAVE", "GEN", "SAVE"]
-    assert held(front) != before
-
-
-def test_a_file_that_goes_while_its_restore_waits_is_not_found(front):
-    front.chat()
-    front.slot("save", "a.bin")
-    saved = front.folder / "saved" / "a.bin"
-    front.script("GEN", "@accept", "@mark begun", "@wait go", "@text x", "@done")
-    with front.meanwhile(front.chat):
-        front.wait_mark("begun")
-        with front.meanwhile(lambda: front.slot("restore", "a.bin")) as answers:
-            front.wait_for(lambda: slot(front)["n_waiting"] == 1, "the restore to queue")
-            saved.unlink()
-            front.mark("go")
-    refused(answers[0], 404, "a.bin")
-    assert "RESTORE" not in " ".join(front.verbs())
-    saved.write_text("[1]")
-    front.script("RESTORE", "@mark reading", "@wait gone", "SERR io 0 cannot open the file")
-    with front.meanwhile(lambda: front.slot("restore", "a.bin")) as answers:
-        front.wait_mark("reading")
-        saved.unlink()
-        front.mark("gone")
-    refused(answers[0], 404, "a.bin")
-    assert len(front.pids()) == 1
-
-
-def test_a_folder_that_goes_is_a_refusal_and_never_a_fault(front):
-    front.chat()
-    folder = front.folder / "saved"
-    folder.rename(front.folder / "elsewhere")
-    for there in (lambda: None, folder.touch):
-        there()
-        refused(front.slot("restore", "a.bin"), 404)
-        refused(front.client.delete("/sessions/a.bin"), 404)
-        assert front.get("/sessions").json()["data"] == []
-    folder.unlink()
-    (front.folder / "elsewhere").rename(folder)
-    assert front.slot("save", "a.bin").status_code == 200
-
-
-def test_an_existing_file_is_kept_where_that_is_asked_for(front):
-    front.chat()
-    body = {"filename": "a.bin", "overwrite": False}
-    assert front.post("/slots/0?action=save", body).status_code == 200
-    before = (front.folder / "saved" / "a.bin").read_bytes()
-    front.chat("another")
-    answer = front.post("/slots/0?action=save", body)
-    refused(answer, 409, "a.bin")
-    assert answer.headers["x-should-retry"] == "false"
-    assert (front.folder / "saved" / "a.bin").read_bytes() == before
-    assert front.post("/slots/0?action=save", body | {"overwrite": True}).status_code == 200
-    assert (front.folder / "saved" / "a.bin").read_bytes() != before
-
-
-def test_a_save_whose_client_hangs_up_goes_on(front):
-    front.chat()
-    front.script("SAVE", "@mark begun", "@wait go", "@default")
-    with httpx.Client(base_url=front.url) as client, pytest.raises(httpx.ReadTimeout):
-        client.post("/slots/0?action=save", json={"filename": "a.bin"}, timeout=httpx.Timeout(20, read=0.3))
-    front.wait_mark("begun")
-    front.mark("go")
-    saved = front.folder / "saved" / "a.bin"
-    front.wait_for(saved.exists, "the file")
-    assert front.slot("restore", "a.bin").status_code == 200
-    assert "strata:sessions_saved_total 1\n" in front.get("/metrics").text
-
-
-def test_a_stop_string_stops_the_child(front):
-    front.script("GEN", "@accept", "@text one STOP ", "@wait-stop", "@text never", "@done")
-    body = front.post("/completion", {"prompt": "x", "stop": ["OP"]}).json()
-    assert (body["content"], body["stop_type"], body["stopping_word"]) == ("one ST", "word", "OP")
-    assert front.verbs()[-1] == "STOP 6"
-
-
-# --- A crowd ---
-
-
-@pytest.mark.slow
-def test_a_crowd(front):
-    """Twenty clients at random: every answer is well-formed, and what was saved last under a name comes back."""
-    faults: list[str] = []
-
-    def client(seed: int) -> None:
-        chosen = random.Random(seed)
-        with httpx.Client(base_url=front.url, timeout=front.deadline_s) as client:
-            for _ in range(15):
-                act = chosen.choice(["chat", "stream", "hang up", "save", "restore", "erase", "look", "unload"])
-                fault = crowd_act(client, act, f"{chosen.randrange(3)}.bin", "x" * chosen.randrange(1, 300))
-                if fault:
-                    faults.append(f"{act}: {fault}")
-
-    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(front.deadline_s)
-    assert not any(thread.is_alive() for thread in threads)
-    assert faults == []
-    front.chat("the last word")
-    front.slot("save", "0.bin")
-    last = dict(line.rsplit(" ", 1) for line in (front.scripts / "results").read_text().splitlines())
-    for path, n_saved in last.items():
-        assert front.slot("restore", os.path.basename(path)).json()["n_restored"] == int(n_saved)
-    assert not list((front.folder / "saved").glob("*.tmp"))
-
-
-def crowd_act(client, act: str, name: str, text: str) -> str | None:
-    """One request; what was wrong with its answer, if anything was."""
-    body = {"messages": [{"role": "user", "content": text}]}
-    if act in ("stream", "hang up"):
-        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as answer:
-            if act == "hang up":
-                next(answer.iter_lines())
-                return None
-            text = "".join(answer.iter_text())
-        return None if text.endswith("data: [DONE]\n\n") else text
-    if act == "chat":
-        answer = client.post("/v1/chat/completions", json=body)
-    elif act == "look":
-        answer = client.get("/slots")
-    elif act == "unload":
-        answer = client.post("/unload")
-    else:
-        answer = client.post(f"/slots/0?action={act}", json={"filename": name})
-    # Nothing may be held, saved or loaded; a busy engine is not unloaded.
-    also_fine = {"save": (400, 503), "restore": (404, 503), "erase": (503,), "unload": (409,)}.get(act, ())
-    answer.json()
-    return None if answer.status_code in (200, *also_fine) else answer.text
