@@ -88,7 +88,6 @@ class Front:
         self._model_file: FileState | None = None  # what the tokenizer was read from
         self._reading_text = asyncio.Lock()
         self._restore_refused = False
-        self.identity: tuple[str | None, str | None] = (None, None)  # of model and configuration, from files
         self.ready = False
         self.closing: asyncio.Future | None = None
         self.restored = False  # whether the text of what is held has still to be learned
@@ -209,6 +208,4 @@ class Front:
             raise refusal() or error from error
         self._say_done(action, name, done)
         self.restored |= action == "restore"
-        # What the engine wrote or took bears its fingerprints, in case that it does not tell them itself.
-        self.identity = await asyncio.to_thread(self.folder.identity_of, name) or self.identity
         return done

@@ -162,8 +162,7 @@ class Routes:
 
     async def sessions(self, request: Request) -> Response:
         folder, info = self._need_folder(), self._front.child.info
-        told = {"model_fp", "config_fp"} <= info.keys()
-        identity = (info["model_fp"], info["config_fp"]) if told else self._front.identity
+        identity = info.get("model_fp"), info.get("config_fp")
         try:
             return Json(await asyncio.to_thread(folder.listing, *identity))
         except OSError as error:

@@ -170,11 +170,6 @@ class SessionFolder:
     def sweep(self) -> int:
         return sweep(self.path)
 
-    def identity_of(self, name: str) -> tuple[str, str] | None:
-        """The fingerprints of model and configuration in a file; None when it cannot be read."""
-        saved = self._inspect(self.path_of(name))
-        return (saved.model, saved.config) if saved and not saved.problem else None
-
     def delete(self, name: str) -> int:
         """Remove a session file and return its size; raises NotThere, and NameRefused for what is no session file."""
         try:
