@@ -150,6 +150,38 @@ class PosixSystem:
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
+    # What a folder of many files asks beside.
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder that its owner alone can enter, unless it is there."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+    def folder_changed_ns(self, path: str) -> int:
+        """When a name last came or went there."""
+        return os.stat(path).st_mtime_ns
+
+    def names(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def size_and_use(self, path: str) -> tuple[int, int]:
+        """Bytes of a file and when it was last changed or touched, in ns; a link is not followed."""
+        status = os.lstat(path)
+        return status.st_size, status.st_mtime_ns
+
+    def touch(self, path: str) -> None:
+        os.utime(path, follow_symlinks=False)
+
+    def exclude(self, path: str) -> int:
+        """Open a file and hold it alone until it is closed; BlockingIOError where another process holds it."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
 
 class FileStatus(NamedTuple):
     """What a BlockReader asks of an open file, named as in os.stat_result."""
@@ -390,6 +422,29 @@ def _kept(folder, name: str) -> Iterator[None]:
         if held is not None:
             with contextlib.suppress(OSError):
                 system.release(held)
+
+
+@contextlib.contextmanager
+def _folder_of(path: str) -> Iterator[tuple]:
+    """The open folder of a file and the file's name there."""
+    folder, leaf = split_path(path)
+    opened_folder = system.open_folder(folder)
+    try:
+        yield opened_folder, leaf
+    finally:
+        _close_read(opened_folder)
+
+
+def remove(path: str) -> None:
+    """Take a file's name away; its blocks are freed while the caller goes on."""
+    with _folder_of(path) as (folder, leaf), _kept(folder, leaf):
+        system.unlink(folder, leaf)
+
+
+def rename(path: str, leaf: str) -> None:
+    """Give a file another name in its folder, in place of what may have that."""
+    with _folder_of(path) as (folder, old):
+        system.rename(folder, old, leaf)
 
 
 def _goes_direct(descriptor: int) -> bool:
@@ -658,6 +713,16 @@ def first_bytes(path: str, size: int) -> bytes | None:
         _close_read(descriptor)
 
 
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[int]:
+    """The descriptor of an existing file, to be looked at; what it is, `system.status` tells."""
+    descriptor = _open_existing(path)
+    try:
+        yield descriptor
+    finally:
+        _close_read(descriptor)
+
+
 class BlockReader:
     """A regular file read in blocks, the next one while the caller works on the present one; may be read again.
 
@@ -713,8 +778,8 @@ class BlockReader:
         self._fill(data, size, offset)
         return data.tobytes()
 
-    def start(self, *, last: bool, check: Check | None = None) -> None:
-        """Begin at the first block, for the `last` time or not.
+    def start(self, *, last: bool, check: Check | None = None, first: int = 0) -> None:
+        """Begin at block `first`, for the `last` time or not.
 
         `check` sees each block, in order, in the helper thread; what it raises comes in place of the block.
         """
@@ -722,10 +787,11 @@ class BlockReader:
             n_blocks = 2 if self.size_bytes > BLOCK_BYTES else 1
             self._blocks = [allocate_block(self.size_bytes) for _ in range(n_blocks)]
             self._choose_way(once=last)
+        while self._queued:  # a block of an earlier start is read to its end
+            self._queued.popleft().exception()
         self._forget = last and not self._was_cached
         self._check = check
-        self._queued.clear()
-        self._asked = 0
+        self._asked = first
         self._ask()
 
     def _choose_way(self, *, once: bool) -> None:

@@ -80,8 +80,8 @@ def test_the_page_is_the_one_that_make_man_writes(tmp_path):
 def test_the_readme_names_only_options_and_commands_that_exist():
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= FLAGS
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", README, re.DOTALL))
-    shown = {f"strata {words}" for words in re.findall(r"\bstrata ((?:session )?[a-z]+)", code)}
-    assert shown == COMMANDS.keys() - {"strata", "strata session"}
+    shown = {f"strata {words}" for words in re.findall(r"\bstrata ((?:(?:session|store) )?[a-z]+)", code)}
+    assert shown == COMMANDS.keys() - {"strata", "strata session", "strata store"}
 
 
 @pytest.mark.parametrize("option", ALL_OPTIONS, ids=lambda option: option.name)

@@ -35,6 +35,12 @@ ALLOWED = {
     "plainhash": set(),
     "sessionparse": {"plainhash", "sessionlayout"},
     "sessionfile": {"sessionlayout", "sessionparse", "blockfile", "fingerprint", "plainhash"},
+    "storelayout": {"blockfile"},
+    "storefile": {"blockfile", "fingerprint", "storelayout"},
+    "storeindex": {"storelayout"},
+    "storefolder": {"blockfile", "storefile", "storeindex", "storelayout", "unfinished"},
+    "storeflush": {"storefile", "storefolder", "storeindex", "storelayout"},
+    "storecommand": {"blockfile", "printable", "storefile", "storefolder", "storeindex", "storelayout"},
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "gguffile"},
     "knowntext": set(),
@@ -101,7 +107,7 @@ ALLOWED = {
     "demo": {"tokenizer", "declaration", "verbs"},
     "warmup": {"engine", "jit", "options", "sessionfile", "verbs"},
     "strata": {"serveloop", "httpfront", "engine", "sessionfile", "tokenizer", "gguffile", "demo", "warmup"}
-    | {"options", "printable"},
+    | {"options", "printable", "storecommand"},
 }
 
 
@@ -144,7 +150,7 @@ def test_the_command_line_needs_the_options_and_the_standard_library_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "httpfront", "verbs"]
+    "name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "storecommand", "httpfront", "verbs"]
 )
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}
