@@ -37,19 +37,19 @@ def list_conversations(folder: str, *, as_json: bool) -> bool:
 
 
 def _as_dict(conversation: Conversation) -> dict:
-    head = conversation.tip.head
+    file = conversation.last.file
     return {
         "id": conversation.id,
-        "file": conversation.tip.name,
+        "file": file.name,
         "ok": True,
-        "label": head.label,
+        "label": file.head.label,
         "n_tokens": conversation.n_tokens,
         "whole": conversation.is_whole,
         "states": [place.piece.position for place in conversation.hit.states],
-        "size_bytes": conversation.tip.size_bytes,
-        "chain_bytes": sum(file.size_bytes for file in conversation.chain),
-        "used_s": conversation.tip.used_ns / 1e9,
-        "identity": head.identity.hex(),
+        "size_bytes": file.size_bytes,
+        "chain_bytes": sum(file.size_bytes for file in conversation.files),
+        "used_s": file.used_ns / 1e9,
+        "identity": file.head.identity.hex(),
     }
 
 
@@ -71,10 +71,10 @@ def _print_table(conversations: list[Conversation]) -> None:
     for column in table.columns:
         column.no_wrap = True
     for conversation in conversations:
-        n_mib = sum(file.size_bytes for file in conversation.chain) / MIB
-        used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(conversation.tip.used_ns / 1e9))
+        n_mib = sum(file.size_bytes for file in conversation.files) / MIB
+        used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(conversation.last.file.used_ns / 1e9))
         tokens = f"{conversation.n_tokens}" + ("" if conversation.is_whole else " (in parts)")
-        table.add_row(conversation.id, tokens, f"{n_mib:.1f}", used, Text(one_line(conversation.tip.head.label)))
+        table.add_row(conversation.id, tokens, f"{n_mib:.1f}", used, Text(one_line(conversation.last.file.head.label)))
     Console(highlight=False, width=max(100, shutil.get_terminal_size().columns)).print(table)
 
 

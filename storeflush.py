@@ -112,6 +112,9 @@ class Flush:
             store.make_room(size_bytes, self._plan.superseded)
             self.name = store.new_name(_key_at_end(kept))
             self._writer = StoreWriter(store.path_of(self.name), self._plan.head, self._plan.sources)
+        except ValueError as error:
+            self.close()
+            raise StoreError("storage", "too-large", store.folder, f"it is not kept: {error}") from error
         except BaseException:
             self.close()
             raise

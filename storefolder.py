@@ -156,6 +156,7 @@ class Store:
     @contextlib.contextmanager
     def pinned(self, names: Collection[str]) -> Iterator[None]:
         """Keep files from going meanwhile: those of a hit from the lookup to the end of its load."""
+        names = list(names)  # a mapping would be taken for counts
         self._pinned.update(names)
         try:
             yield

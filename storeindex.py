@@ -5,6 +5,7 @@ Invariant: a piece is found only by its own ids and those of every segment befor
 should share is a miss. Read next: storefolder.py, which keeps it in line with a folder.
 """
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,20 +73,21 @@ class Hit(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """A text that nothing continues, for lists: its last file and all files that it is in."""
+    """A text that nothing continues, for lists: where its last segment lies, and all that is held of it."""
 
-    tip: StoreFile
-    ids: np.ndarray  # int32, from the first token that is held on
-    chain: tuple[StoreFile, ...]
+    last: Place
+    ids: np.ndarray  # int32, from the first token on whose segment is held
     hit: Hit  # what a prompt of these ids finds; nothing where the start is not held
+    files: tuple[StoreFile, ...]
 
     @property
     def id(self) -> str:
-        return self.tip.name.partition(".")[0]
+        """16 hexadecimal digits, which the name of the file begins with that was written when it ended here."""
+        return self.last.piece.key[:8].hex()
 
     @property
     def n_tokens(self) -> int:
-        return max(piece.end for piece in self.tip.pieces)
+        return self.last.piece.end
 
     @property
     def is_whole(self) -> bool:
@@ -234,32 +236,32 @@ class StoreIndex:
 
     def conversations(self) -> list[Conversation]:
         """Every text that no other one begins with, last used first."""
-        tips = [file for file in self.files.values() if self._is_tip(file)]
-        return [self._conversation(file) for file in sorted(tips, key=lambda file: file.used_ns, reverse=True)]
+        found = [
+            self._conversation(identity, tree, max(places, key=lambda place: place.file.used_ns))
+            for identity, tree in self._trees.items()
+            for by_ids in tree.segments.values()
+            for places in _ends(tree, by_ids)
+        ]
+        return sorted(found, key=lambda conversation: conversation.last.file.used_ns, reverse=True)
 
-    def _is_tip(self, file: StoreFile) -> bool:
-        """Whether nothing continues a file, and what it ends with is not in a longer segment, or in the same."""
-        if self.is_continued(file):
-            return False
-        tree, last = self._trees[file.head.identity], _last(file)
-        others = [place for ids, places in tree.segments.get(_slot(last), {}).items() if ids.startswith(last.ids)
-                  for place in places if place.file is not file]  # fmt: skip
-        return not any(len(place.piece.ids) > len(last.ids) or place.file.name > file.name for place in others)
-
-    def _conversation(self, tip: StoreFile) -> Conversation:
-        last, chain = _last(tip), []
-        tree, slot = self._trees[tip.head.identity], _slot(last)
+    def _conversation(self, identity: bytes, tree: _Tree, last: Place) -> Conversation:
+        slot, chain = _slot(last.piece), [last]
         while segment := tree.named.get(slot):
             slot = _slot(segment)
             chain.append(tree.segments[slot][segment.ids][-1])
-        ids = np.frombuffer(b"".join([place.piece.ids for place in reversed(chain)] + [last.ids]), "<i4")
-        hit = self.find(tip.head.identity, ids) if not slot[1] else Hit()
-        files = {place.file.name: place.file for place in (*hit.segments, *chain)} | {tip.name: tip}
-        return Conversation(tip, ids, tuple(files.values()), hit)
+        ids = np.frombuffer(b"".join(place.piece.ids for place in reversed(chain)), "<i4")
+        hit = self.find(identity, ids) if not slot[1] else Hit()
+        files = {place.file.name: place.file for place in (*hit.states, *hit.segments, *chain)}
+        return Conversation(last, ids, hit, tuple(files.values()))
 
 
-def _last(file: StoreFile) -> Piece:
-    return max(file.pieces, key=lambda piece: piece.end)
+def _ends(tree: _Tree, by_ids: dict[bytes, list[Place]]) -> Iterator[list[Place]]:
+    """Where the segments of one slot lie that nothing continues and no longer one begins with."""
+    in_order = sorted(by_ids)  # what begins with a text comes right behind it
+    for ids, following in itertools.zip_longest(in_order, in_order[1:], fillvalue=b""):
+        places = by_ids[ids]
+        if not following.startswith(ids) and _behind(places[0].piece) not in tree.segments:
+            yield places
 
 
 def covers(held: Piece, piece: Piece) -> bool:

@@ -10,9 +10,10 @@ import random
 
 import numpy as np
 
-from storeflush import Flush, Kept, OfferedState
+from storefile import StoreWriter, arrays_of, cells_of
+from storeflush import Flush, Kept, OfferedState, segments_of, state_at
 from storefolder import Store
-from storelayout import PAGE, ROOT, Shape, State
+from storelayout import PAGE, ROOT, Head, Shape, State
 
 IDENTITY = bytes(range(32))
 SHAPE = Shape(((32, 32, 8, 8, 12), (16, 0, 0, 4, 0), (8, 8, 0, 0, 0)), True, (40, 8, 0, 4, 4))
@@ -116,6 +117,21 @@ def flush(store: Store, what: Kept) -> Flush:
     while done.step():
         pass
     return done
+
+
+def writer_of(path, what: Kept, pick=lambda segment: True) -> StoreWriter:
+    """A writer of one file with the chosen segments and all states of a conversation."""
+    segments, states = list(filter(pick, segments_of(what))), [state_at(what, offer) for offer in what.states]
+    head = Head(what.identity, what.shape, tuple(segments), tuple(states), what.label)
+    sources = [cells_of(segment, what.shape, what.windows) for segment in segments]
+    return StoreWriter(str(path), head, sources + [arrays_of(offer.arrays) for offer in what.states])
+
+
+def write(path, what: Kept, pick=lambda segment: True) -> Head:
+    writer = writer_of(path, what, pick)
+    while writer.step():
+        pass
+    return writer.head
 
 
 def new_store(folder, quota_bytes: int = DURABLE_OFF, floor_bytes: int = 0, log=None) -> Store:

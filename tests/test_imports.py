@@ -150,7 +150,8 @@ def test_the_command_line_needs_the_options_and_the_standard_library_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "storecommand", "httpfront", "verbs"]
+    "name",
+    ["strata", "tokenizer", "gguffile", "demo", "declaration", "sessionfile", "storecommand", "httpfront", "verbs"],
 )
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}
