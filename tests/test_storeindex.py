@@ -149,8 +149,9 @@ def test_conversations_are_texts_that_nothing_continues():
     index.add(file_of("d", ids_of(600, 3), pick=lambda segment: segment.index == 1))
     index.add(file_of("e", ids_of(600, 4, ids[:512]), [600]))  # its first segments are continued, its end is not
     found = {c.id: c for c in index.conversations()}
-    assert sorted((c.n_tokens, c.is_whole, len(c.files)) for c in found.values()) == [
-        (512, False, 1), (600, True, 2), (800, True, 2), (900, True, 2),
+    assert sorted((c.n_tokens, c.is_whole) for c in found.values()) == [
+        (512, False), (600, True), (800, True), (900, True),
     ]  # fmt: skip
+    assert {file.name for c in found.values() if c.n_tokens == 900 for file in c.files} >= {"a", "b"}
     assert any(np.array_equal(c.ids, ids) for c in found.values())
     assert [len(c.hit.states) for c in found.values() if c.n_tokens == 600] == [1]
