@@ -8,6 +8,7 @@ true. Read next: storeflush.py, which adds files; storeindex.py for what is foun
 """
 
 import contextlib
+import heapq
 import os
 import re
 import secrets
@@ -295,15 +296,18 @@ class Store:
         for file in self.index.files.values():
             with contextlib.suppress(OSError):  # it went, which the removal finds as well
                 _, file.used_ns = blockfile.system.size_and_use(self.path_of(file.name))
-        left = {name for name in self.index.files if name not in stay}
-        leaves = {name for name in left if not self.index.is_continued(self.index.files[name])}
+        left = {name: (file.used_ns, name) for name, file in self.index.files.items() if name not in stay}
+        leaves = [rank for name, rank in left.items() if not self.index.is_continued(self.index.files[name])]
+        heapq.heapify(leaves)
         while left:
-            name = min(leaves or left, key=lambda name: (self.index.files[name].used_ns, name))
+            _, name = heapq.heappop(leaves) if leaves else min(left.values())
+            if left.pop(name, None) is None:
+                continue  # it became a leaf more than once
             before = self.index.before(self.index.files[name])
             yield name
-            left.discard(name)
-            leaves.discard(name)
-            leaves |= {n for n in before & left if not self.index.is_continued(self.index.files[n])}
+            for other in before & left.keys():
+                if not self.index.is_continued(self.index.files[other]):
+                    heapq.heappush(leaves, left[other])
 
     def _remove(self, name: str) -> int:
         """Remove a file under the lock, and return how many bytes that gave back."""
@@ -327,13 +331,14 @@ class Store:
     def prune(self) -> tuple[int, int]:
         """Remove what was set aside and what is over the quota; returns how many files and bytes went."""
         with self.locked():
-            n_files = n_bytes = 0
+            used = self._used(())
+            n_files, left = 0, used
             for name in self._victims(self.protected()):
-                if not DAMAGED.fullmatch(name) and self._used(()) <= self.quota_bytes:
+                if not DAMAGED.fullmatch(name) and left <= self.quota_bytes:
                     break
-                n_bytes += self._remove(name)
+                left -= self._remove(name)
                 n_files += 1
-        return n_files, n_bytes
+        return n_files, used - left
 
 
 def _is_ours(start: bytes) -> bool:
