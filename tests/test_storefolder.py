@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 import blockfile
@@ -25,8 +26,10 @@ from given_store import (
     new_store,
     write,
 )
+from kvcache import FORMATS, Cache, CacheShape
 from plainhash import hash64
-from storeflush import superfluous
+from sessionstate import checkpoint_sink
+from storeflush import Kept, OfferedState, superfluous
 from storefolder import DAMAGED, LOCK_NAME, NAME
 from storelayout import (
     CHECKSUM,
@@ -34,8 +37,10 @@ from storelayout import (
     HASH_BYTES,
     HEADER,
     ROOT,
+    TURN,
     Head,
     Segment,
+    Shape,
     State,
     StoreError,
     block_seed,
@@ -89,6 +94,36 @@ def test_a_model_that_folds_nothing_goes_on_at_any_token(tmp_path):
     flush(store, kept(ids, shape=PLAIN))
     for n_tokens in (1, 255, 256, 257, 601, 700):
         assert check_prompt(store, ids_of(900, 3, ids[:n_tokens]), shape=PLAIN)[0] == n_tokens
+
+
+@pytest.mark.parametrize("cells", FORMATS)
+def test_pools_and_running_state_of_a_cache_come_back_whole(cells, tmp_path, monkeypatch):
+    """Windows of a cache feed a flush and take a load as they are; every byte that a session file holds is the same."""
+    monkeypatch.setattr(blockfile, "BLOCK_BYTES", 1 << 16)
+    geometry = (8, 4, 2, 4, 2, 2, 4, 8, 8, 4, 2, 64, 1, 16, 0, 0, 0, 0)
+    form = CacheShape(geometry, 2, 2, True, 2, 64, 16, 64, 1024, FORMATS[cells], FORMATS["fp16"])
+    old, new, ids = Cache(form), Cache(form), ids_of(702, 1)
+    rng = np.random.default_rng(0)
+    arrays = [array for pool in old._all_pools for array in (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.pooled)]
+    for array in (*arrays, *old.state.arrays[:4]):
+        flat = array.reshape(-1).view(np.uint8)
+        flat[:] = rng.integers(0, 100, flat.size, np.uint8)
+    old.commit(ids)
+    shape = Shape.of(old.windows(1), True, form.state_sizes)
+    state = OfferedState(len(ids), old.capture()[1:], TURN)
+    flush(new_store(tmp_path), Kept(IDENTITY, shape, ids, old.windows(len(ids)), [state], len(ids)))
+    store, sink = new_store(tmp_path), checkpoint_sink(new)
+    hit = store.lookup(IDENTITY, np.append(ids, 5))
+    loaded = store.load(hit, hit.states[0].piece.position, shape, new.windows(len(ids)), sink)
+    assert (loaded.n_tokens, loaded.state.position) == (702, 702)
+    new.rewind(sink.snapshot(ids))
+    for mine, theirs in zip(new.windows(len(ids)), old.windows(len(ids)), strict=True):
+        for part, size in enumerate(theirs.part_sizes):
+            expected, found = np.empty(size, np.uint8), np.empty(size, np.uint8)
+            theirs.read(part, 0, expected)
+            mine.read(part, 0, found)
+            assert np.array_equal(found, expected)
+    assert all(map(np.array_equal, new.capture(), old.capture()))
 
 
 def test_a_full_segment_is_never_written_twice(tmp_path):
