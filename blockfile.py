@@ -1,8 +1,8 @@
 """Durable files in blocks of 16 MiB: written beside their destination and renamed, read on ahead of their user.
 
-It owns every call to the operating system that a session file needs, the blocks, and the helper thread that keeps the
-disk busy while the caller works; it knows nothing of what the bytes mean. Invariant: a destination is either as it
-was or the whole new file, and at most two blocks are alive for each open file. Read next: sessionfile.py.
+It owns every call to the operating system that session and store files need, the blocks, and the helper thread that
+keeps the disk busy while the caller works; it knows nothing of what the bytes mean. Invariant: a destination is either
+as it was or the whole new file, and at most two blocks are alive for each open file. Read next: sessionfile.py.
 """
 
 import collections

@@ -92,7 +92,7 @@ class Flush:
     """One file on its way. Call `step` until it is False, whenever there is time; `close` gives up.
 
     Every failure is a StoreError and ends the flush, with nothing left of it; what is in the store stays as it was. A
-    `path` in it that is not that of the new file is an older one's: it is set aside already, and a new flush may do.
+    `path` in it may be that of an older file: that one is set aside already, and a new flush does without it.
     """
 
     def __init__(self, store: Store, kept: Kept):
@@ -127,10 +127,10 @@ class Flush:
                 if self._writer.step():
                     return True
                 self.store.take_in(self.name, self._writer)
-        except StoreError as error:
+        except BaseException as error:
             self.close()
-            if os.path.basename(error.path) in self._plan.superseded:  # one that was to be copied from
-                self.store.refused(error)
+            if isinstance(error, StoreError) and os.path.basename(error.path) in self._plan.superseded:
+                self.store.refused(error)  # it was to be copied from
             raise
         self.close()
         self._remove_superseded()

@@ -71,10 +71,11 @@ class Store:
     Every method may raise StoreError, `refresh` and what calls it for the folder itself; none of them stops an answer.
     """
 
-    def __init__(
-        self, folder: str, quota_bytes: int, floor_bytes: int, log: Callable[[str], None], *, durable: bool = True
-    ):
-        """Make the folder where it is missing, sweep what died in it, and read the heads of all files."""
+    def __init__(self, folder: str, quota_bytes: int, floor_bytes: int, log: Callable[[str], None]):
+        """Make the folder where it is missing, sweep what died in it, and read the heads of all files.
+
+        `floor_bytes` of the disk stay free. `log` is given one line for each thing that went wrong.
+        """
         self.folder, self.quota_bytes, self.floor_bytes = folder, quota_bytes, floor_bytes
         self.index = StoreIndex()
         self.live: tuple[bytes, np.ndarray] | None = None  # identity and ids of the conversation in the pools
@@ -157,12 +158,12 @@ class Store:
     @contextlib.contextmanager
     def pinned(self, names: Collection[str]) -> Iterator[None]:
         """Keep files from going meanwhile: those of a hit from the lookup to the end of its load."""
-        names = list(names)  # a mapping would be taken for counts
-        self._pinned.update(names)
+        pins = Counter(list(names))  # a mapping would be taken for counts
+        self._pinned += pins
         try:
             yield
         finally:
-            self._pinned.subtract(names)
+            self._pinned -= pins
 
     def load(self, hit: Hit, n_tokens: int, shape: Shape, sinks, state_sink, held: int = 0) -> Loaded:
         """Put the first tokens of a hit into the pools, and the deepest state among them into `state_sink`.
@@ -239,8 +240,7 @@ class Store:
 
     def protected(self) -> set[str]:
         """Names of files that must not go: pinned ones, and those that the live conversation stands on."""
-        names = {name for name, count in self._pinned.items() if count > 0}
-        return names | (self.index.along(*self.live) if self.live else set())
+        return set(self._pinned) | (self.index.along(*self.live) if self.live else set())
 
     def make_room(self, size_bytes: int, freed: Collection[str] = ()) -> None:
         """Have a file of this size fit, by removing others. Raises StoreError, kind storage, where it cannot.
