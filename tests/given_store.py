@@ -12,13 +12,14 @@ import numpy as np
 
 from storefile import StoreWriter, arrays_of, cells_of
 from storeflush import Flush, Kept, OfferedState, segments_of, state_at
-from storefolder import Store
+from storefolder import LOCK_NAME, Store
 from storelayout import PAGE, ROOT, Head, Shape, State
 
 IDENTITY = bytes(range(32))
 SHAPE = Shape(((32, 32, 8, 8, 12), (16, 0, 0, 4, 0), (8, 8, 0, 0, 0)), True, (40, 8, 0, 4, 4))
+BIG = SHAPE._replace(state_sizes=(60_000, 0, 0, 0, 0))
 PLAIN = Shape(((16, 16, 4, 4, 0),), False, (0, 0, 0, 0, 0))  # folds nothing
-DURABLE_OFF = 1 << 40
+NO_QUOTA = 1 << 40
 
 
 def ids_of(n_tokens: int, seed: int = 0, start=()) -> np.ndarray:
@@ -134,7 +135,7 @@ def write(path, what: Kept, pick=lambda segment: True) -> Head:
     return writer.head
 
 
-def new_store(folder, quota_bytes: int = DURABLE_OFF, floor_bytes: int = 0, log=None) -> Store:
+def new_store(folder, quota_bytes: int = NO_QUOTA, floor_bytes: int = 0, log=None) -> Store:
     return Store(str(folder), quota_bytes, floor_bytes, log or (lambda line: None))
 
 
@@ -158,3 +159,12 @@ def random_shape(rng: random.Random) -> Shape:
     )
     sizes = tuple(rng.choice((0, 5, 64)) for _ in range(5))
     return Shape(layers, rng.random() < 0.5, sizes)
+
+
+def files(folder) -> dict[str, int]:
+    """Names and sizes of all but the lock."""
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.name != LOCK_NAME}
+
+
+def position(found: tuple[int, State | None]) -> tuple[int, int]:
+    return found[0], found[1].position if found[1] else 0
