@@ -67,6 +67,29 @@ def _kept(folder, name: str) -> Iterator[None]:
                 system.release(held)
 
 
+@contextlib.contextmanager
+def _folder_of(path: str) -> Iterator[tuple]:
+    """The open folder of a file and the file's name there."""
+    folder, leaf = split_path(path)
+    opened_folder = system.open_folder(folder)
+    try:
+        yield opened_folder, leaf
+    finally:
+        _close_read(opened_folder)
+
+
+def remove(path: str) -> None:
+    """Take a file's name away; its blocks are freed while the caller goes on."""
+    with _folder_of(path) as (folder, leaf), _kept(folder, leaf):
+        system.unlink(folder, leaf)
+
+
+def rename(path: str, leaf: str) -> None:
+    """Give a file another name in its folder, in place of what may have that."""
+    with _folder_of(path) as (folder, old):
+        system.rename(folder, old, leaf)
+
+
 def _goes_direct(descriptor: int) -> bool:
     """Switch direct transfers on unless the user or the file system will not have it; the bytes are the same."""
     if os.environ.get(BUFFERED_SWITCH, "").startswith("1"):
@@ -338,6 +361,16 @@ def first_bytes(path: str, size: int) -> bytes | None:
         _close_read(descriptor)
 
 
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[int]:
+    """The descriptor of an existing file, to be looked at; what it is, `system.status` tells."""
+    descriptor = _open_existing(path)
+    try:
+        yield descriptor
+    finally:
+        _close_read(descriptor)
+
+
 class BlockReader:
     """A regular file read in blocks, the next one while the caller works on the present one; may be read again.
 
@@ -393,8 +426,8 @@ class BlockReader:
         self._fill(data, size, offset)
         return data.tobytes()
 
-    def start(self, *, last: bool, check: Check | None = None) -> None:
-        """Begin at the first block, for the `last` time or not.
+    def start(self, *, last: bool, check: Check | None = None, first: int = 0) -> None:
+        """Begin at block `first`, for the `last` time or not.
 
         `check` sees each block, in order, in the helper thread; what it raises comes in place of the block.
         """
@@ -402,10 +435,11 @@ class BlockReader:
             n_blocks = 2 if self.size_bytes > BLOCK_BYTES else 1
             self._blocks = [allocate_block(self.size_bytes) for _ in range(n_blocks)]
             self._choose_way(once=last)
+        while self._queued:  # a block of an earlier start is read to its end
+            self._queued.popleft().exception()
         self._forget = last and not self._was_cached
         self._check = check
-        self._queued.clear()
-        self._asked = 0
+        self._asked = first
         self._ask()
 
     def _choose_way(self, *, once: bool) -> None:

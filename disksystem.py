@@ -8,6 +8,7 @@ Paths are str, folders and descriptors what `open_folder` and `create` return, d
 and sizes bytes.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -34,7 +35,28 @@ def _available_bytes() -> int:
     return resources.available_bytes()
 
 
-class PosixSystem:
+class FolderCalls:
+    """What a folder of many files asks of any operating system."""
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder that its owner alone can enter, unless it is there."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+
+    def folder_changed_ns(self, path: str) -> int:
+        """When a name last came or went there."""
+        return os.stat(path).st_mtime_ns
+
+    def names(self, path: str) -> list[str]:
+        return os.listdir(path)
+
+    def size_and_use(self, path: str) -> tuple[int, int]:
+        """Bytes of a file and when it was last changed or touched, in ns; a link is not followed."""
+        status = os.lstat(path)
+        return status.st_size, status.st_mtime_ns
+
+
+class PosixSystem(FolderCalls):
     """The calls to the operating system, one a method, so that a test can make any of them fail."""
 
     windows = False
@@ -130,6 +152,19 @@ class PosixSystem:
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
 
+    def touch(self, path: str) -> None:
+        os.utime(path, follow_symlinks=False)
+
+    def exclude(self, path: str) -> int:
+        """Open a file and hold it alone until it is closed; BlockingIOError where another process holds it."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
 
 class FileStatus(NamedTuple):
     """What a BlockReader asks of an open file, named as in os.stat_result."""
@@ -212,7 +247,7 @@ WINDOWS_ERRNO = {
 }  # fmt: skip
 
 
-class WindowsSystem:
+class WindowsSystem(FolderCalls):
     """The same calls by way of kernel32: what a name leads to is decided on the opened handle.
 
     There is no `truncate`, as only direct transfers are padded, and there are none here.

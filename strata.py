@@ -8,6 +8,7 @@ it does, sessionfile.py for `session`.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -104,7 +105,7 @@ def get_parser(*, commands: bool = True) -> argparse.ArgumentParser:
     options.add_arguments(parser)
     if commands:
         children = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", prog="strata")
-        for add in (_add_session, _add_filters, _add_warmup, _add_demo):
+        for add in (_add_session, _add_store, _add_filters, _add_warmup, _add_demo):
             add(children)
     return parser
 
@@ -126,6 +127,24 @@ def _add_session(commands) -> None:
         if name == "verify":
             view.add_argument("--quiet", action="store_true", help="print nothing on stderr while reading")
         view.set_defaults(run=run)
+
+
+def _add_store(commands) -> None:
+    store = commands.add_parser("store", allow_abbrev=False, help="look into a conversation store and keep it small")
+    views = store.add_subparsers(dest="view", metavar="VIEW", required=True)
+    for name, what in (
+        ("list", "one line for each conversation kept in a folder: tokens, bytes, last use, first words"),
+        ("verify", "read every byte of every file; exit 0 only if all are sound"),
+        ("prune", "remove damaged files, and those that were used least of late, down to a size"),
+    ):
+        view = views.add_parser(name, allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        view.add_argument("folder", metavar="DIR")
+        view.add_argument("--json", action="store_true", help="print one JSON object a line in place of text")
+        if name == "verify":
+            view.add_argument("--quiet", action="store_true", help="print nothing on stderr while reading")
+        if name == "prune":
+            view.add_argument("--store-mib", metavar="N", type=int, required=True, help="MiB that may stay")
+        view.set_defaults(run=run_store)
 
 
 def _add_filters(commands) -> None:
@@ -527,6 +546,25 @@ def _entry_dict(entry) -> dict:
     identity = {name: f"{value:016x}" for name, value in entry.identity._asdict().items()}
     sizes = {"n_tokens": entry.n_tokens, "size_bytes": entry.size_bytes, "modified_s": entry.modified_s}
     return {"file": entry.name, "ok": True} | sizes | identity
+
+
+def run_store(args: argparse.Namespace) -> int:
+    """What is in a conversation store, whether it is sound, and less of it."""
+    import storecommand
+
+    try:
+        if args.view == "list":
+            return EXIT_OK if storecommand.list_conversations(args.folder, as_json=args.json) else EXIT_FAILED
+        if args.view == "verify":
+            reporting = functools.partial(_reading_progress, quiet=args.quiet)
+            sound = storecommand.verify_files(args.folder, as_json=args.json, reporting=reporting)
+            return EXIT_OK if sound else EXIT_FAILED
+        if args.store_mib < 0:
+            raise UsageError("--store-mib is a count of MiB, 0 or more")
+        storecommand.prune(args.folder, args.store_mib, as_json=args.json, log=_log)
+    except storecommand.StoreError as error:
+        raise CommandError(str(error)) from error
+    return EXIT_OK
 
 
 if __name__ == "__main__":

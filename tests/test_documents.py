@@ -14,6 +14,8 @@ import pytest
 import engine
 import serveloop
 import sessionlayout as layout
+import storefolder
+import storelayout as store
 import strata
 import verbs
 from options import ALL_OPTIONS, VERSION
@@ -22,8 +24,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "man/strata.1").read_text()
 FORMAT_PAGE = (ROOT / "man/strata-session.5").read_text()
+STORE_PAGE = (ROOT / "man/strata-store.5").read_text()
 VERBS_PAGE = (ROOT / "man/strata-verbs.5").read_text()
-TYPE_OF = {"Q": "u64", "q": "i64", "I": "u32", "i": "i32", "s": "bytes"}
+TYPE_OF = {"H": "u16", "Q": "u64", "q": "i64", "I": "u32", "i": "i32", "s": "bytes"}
 
 
 def parsers(parser: argparse.ArgumentParser, name: str = "strata"):
@@ -80,8 +83,8 @@ def test_the_page_is_the_one_that_make_man_writes(tmp_path):
 def test_the_readme_names_only_options_and_commands_that_exist():
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README)) <= FLAGS
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", README, re.DOTALL))
-    shown = {f"strata {words}" for words in re.findall(r"\bstrata ((?:session )?[a-z]+)", code)}
-    assert shown == COMMANDS.keys() - {"strata", "strata session"}
+    shown = {f"strata {words}" for words in re.findall(r"\bstrata ((?:(?:session|store) )?[a-z]+)", code)}
+    assert shown == COMMANDS.keys() - {"strata", "strata session", "strata store"}
 
 
 @pytest.mark.parametrize("option", ALL_OPTIONS, ids=lambda option: option.name)
@@ -133,6 +136,16 @@ def fields(record: struct.Struct) -> list[tuple[int, str]]:
     spread = [(code, "") for count, code in codes if code != "s" for _ in range(int(count or 1))]
     in_order = single + spread if codes[0][1] == "s" else spread + single
     return [(struct.calcsize("<" + count + code), TYPE_OF[code]) for code, count in in_order]
+
+
+def fields_in_order(record: struct.Struct) -> list[tuple[int, str]]:
+    """The same for a struct with texts between numbers."""
+    codes = re.findall(r"(\d*)([a-zA-Z])", record.format)
+    return [
+        (struct.calcsize("<" + size + code), TYPE_OF[code])
+        for count, code in codes
+        for size in ([count] if code == "s" else [""] * int(count or 1))
+    ]
 
 
 def test_header_table():
@@ -249,3 +262,49 @@ def test_every_manual_page_goes_into_the_wheel():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
     listed = {name for names in data.values() for name in names if name.startswith("man/")}
     assert listed == {f"man/{path.name}" for path in (ROOT / "man").glob("*.[15]")}
+
+
+# --- strata-store.5 against storelayout.py ---
+
+
+def test_the_header_of_a_store_file():
+    offset, expected = 0, []
+    for (size, kind), name in zip(fields_in_order(store.HEADER), store.Header._fields, strict=True):
+        expected.append([str(offset), str(size), kind, name.replace("_", " ")])
+        offset += size
+    assert table("Header", STORE_PAGE) == expected
+    assert offset == store.HEADER.size
+    assert tuple(store.Header._fields[-5:]) == store.STATE_PARTS
+    assert f"header bytes\n{offset}.\n" in STORE_PAGE
+
+
+def test_the_records_of_a_store_file():
+    def each(record: struct.Struct) -> str:
+        kinds = [kind for _, kind in fields_in_order(record)]
+        return ", ".join(kind if (n := kinds.count(kind)) == 1 else f"{n} {kind}" for kind in dict.fromkeys(kinds))
+
+    records = (("layer", store.LAYER), ("segment", store.SEGMENT), ("state", store.STATE))
+    expected = [[str(record.size), name, each(record)] for name, record in records]
+    assert table("Table", STORE_PAGE) == [*expected, [str(store.ID_BYTES), "token id", "i32"], ["1", "label", "bytes"]]
+
+
+def test_numbers_of_a_store_file():
+    text = plain(STORE_PAGE).replace("\n", " ")
+    for mark, name in ((store.START_MARK, "STRSTOR"), (store.END_MARK, "STRSTEN")):
+        assert mark == name.encode() + b"\x01"
+        assert f"seven characters {name}" in text
+    assert f"pieces of {store.data_bytes()} bytes" in text
+    assert f"a checksum of {store.CHECKSUM.size} bytes" in text
+    assert f"hash of {store.KEY_BYTES} bytes" in text
+    assert f"stand {store.HASH_BYTES} bytes: the BLAKE2b hash of {store.HASH_BYTES} bytes" in text
+    assert f"count of tokens (1 to {store.SEGMENT_TOKENS})" in text
+    assert f"a page, which is {store.PAGE} cells" in text
+    assert f"At most {store.MAX_LABEL_BYTES}." in text
+    assert [row[1] for row in table("Header", STORE_PAGE) if row[3] == "identity"] == [str(store.IDENTITY_BYTES)]
+
+
+def test_names_in_a_store():
+    assert "16 hexadecimal digits, a hyphen, 8 more and .store" in STORE_PAGE
+    assert storefolder.NAME.fullmatch(f"{'0a' * 8}-{'1b' * 4}.store")
+    assert storefolder.DAMAGED.fullmatch(f"{'0a' * 8}-{'1b' * 4}.store.damaged")
+    assert f".I {storefolder.LOCK_NAME}\n" in STORE_PAGE

@@ -44,6 +44,12 @@ ALLOWED = {
     "sessionparse": {"cells", "plainhash", "sessionlayout"},
     "sessioninfo": {"sessionlayout"},
     "sessionfile": {"sessioninfo", "sessionlayout", "sessionparse", "blockfile", "checksum", "plainhash"},
+    "storelayout": {"blockfile", "cells"},
+    "storefile": {"blockfile", "checksum", "storelayout"},
+    "storeindex": {"storelayout"},
+    "storefolder": {"blockfile", "storefile", "storeindex", "storelayout", "unfinished"},
+    "storeflush": {"storefile", "storefolder", "storeindex", "storelayout"},
+    "storecommand": {"blockfile", "printable", "storefile", "storefolder", "storeindex", "storelayout"},
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "modelfile"},
     "httpknown": set(),
@@ -104,7 +110,7 @@ ALLOWED = {
     "warmup": {"sessionlayout", "engine", "jit", "options", "sessionfile", "verbs"},
     "strata": {"demo", "engine", "httpfront", "modelfile", "serveloop", "sessionfile", "sessionfolder", "sessionlayout"}
     | {"tokenizer", "warmup"}
-    | {"options", "printable"},
+    | {"options", "printable", "storecommand"},
 }
 
 
@@ -148,7 +154,8 @@ def test_the_command_line_needs_the_options_and_the_standard_library_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["strata", "tokenizer", "modelfile", "demo", "declaration", "sessionfile", "httpfront", "verbs"]
+    "name",
+    ["strata", "tokenizer", "modelfile", "demo", "declaration", "sessionfile", "storecommand", "httpfront", "verbs"],
 )
 def test_what_needs_no_kernel_does_not_load_numba(name):
     reached, waiting = set(), {name}

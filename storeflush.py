@@ -1,0 +1,263 @@
+"""A conversation on its way into the store: what of it is new, what that makes superfluous, and the writing in steps.
+
+It owns which segments and states a flush writes, which older files it replaces, and how much it copies for that; it
+knows no engine and no clock. Invariant: a file is removed only when everything in it that is still needed lies in
+another one, a flush writes at most twice the bytes of what is new, and copies no more than that gives back.
+Read next: storefolder.py, which makes the room; storefile.py, which writes.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from storefile import Pull, StoreReader, StoreWriter, arrays_of, cells_of
+from storefolder import Store
+from storeindex import Piece, StoreFile, covers
+from storelayout import (
+    ID_BYTES,
+    MAX_LABEL_BYTES,
+    ROOT,
+    SEGMENT_TOKENS,
+    Head,
+    Segment,
+    Shape,
+    State,
+    StoreError,
+    child_key,
+    id_bytes,
+    root_key,
+)
+
+
+class OfferedState(NamedTuple):
+    """A state that could be kept: what folds the first `position` tokens, in five arrays (`Snapshot.arrays`)."""
+
+    position: int
+    arrays: Sequence[np.ndarray]
+    kind: int  # TURN or ROOT
+
+
+@dataclass(eq=False)
+class Kept:
+    """What an engine has of one conversation and wants kept."""
+
+    identity: bytes
+    shape: Shape
+    ids: np.ndarray  # int32
+    windows: Sequence  # of every layer, over all ids: `Cache.windows`, or the layers of a parked conversation
+    states: Sequence[OfferedState] = ()
+    n_drafted: int = 0  # tokens whose cells of the draft layer were computed, as far as they can be
+    label: str = ""
+    replay_tokens: int = 0  # what may be read again: an older state closer to the one before it is not worth its bytes
+
+
+@dataclass(eq=False)
+class _Plan:
+    """What one file is to hold, and which files go behind it."""
+
+    head: Head
+    sources: list[list[Pull]]
+    superseded: list[str] = field(default_factory=list)
+    dropped: set[State] = field(default_factory=set)  # states that this flush makes superfluous
+
+
+class _Carrier:
+    """Pieces of older files as sources; one of these is open at a time."""
+
+    def __init__(self, store: Store):
+        self._store = store
+        self._open = contextlib.ExitStack()
+        self._reader: StoreReader | None = None
+
+    def source(self, file: StoreFile, index: int, size: int) -> list[Pull]:
+        def read(offset: int, out: np.ndarray) -> None:
+            path = self._store.path_of(file.name)
+            if self._reader is None or self._reader.path != path:
+                self.close()
+                self._reader = self._open.enter_context(StoreReader(path, file.hash))
+            self._reader.pull(index).read(offset, out)
+
+        return [Pull(size, read)] if size else []
+
+    def close(self) -> None:
+        self._reader = None
+        self._open.close()
+
+
+class Flush:
+    """One file on its way. Call `step` until it is False, whenever there is time; `close` gives up.
+
+    Every failure is a StoreError and ends the flush, with nothing left of it; what is in the store stays as it was. A
+    `path` in it may be that of an older file: that one is set aside already, and a new flush does without it.
+    """
+
+    def __init__(self, store: Store, kept: Kept):
+        """Decide what is written and make room for it; `size_bytes` is 0 where the store has it all."""
+        self.store, self._identity = store, kept.identity
+        self.name, self.size_bytes, self.n_new_bytes = "", 0, 0
+        self._writer: StoreWriter | None = None
+        self._carrier = _Carrier(store)
+        self._pins = contextlib.ExitStack()
+        store.refresh()
+        self._plan = self._make_plan(kept)
+        if not self._plan.sources:
+            return
+        size_bytes = self._plan.head.file_bytes
+        try:
+            self._pins.enter_context(store.pinned(store.index.along(kept.identity, kept.ids)))
+            store.make_room(size_bytes, self._plan.superseded)
+            self.name = store.new_name(_key_at_end(kept))
+            self._writer = StoreWriter(store.path_of(self.name), self._plan.head, self._plan.sources)
+        except ValueError as error:
+            self.close()
+            raise StoreError("storage", "too-large", store.folder, f"it is not kept: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self.size_bytes = size_bytes
+
+    def step(self) -> bool:
+        """Write a block more; behind the last one the file gets its name, and what it replaces goes."""
+        try:
+            if self._writer is not None:
+                if self._writer.step():
+                    return True
+                self.store.take_in(self.name, self._writer)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, StoreError) and os.path.basename(error.path) in self._plan.superseded:
+                self.store.refused(error)  # it was to be copied from
+            raise
+        self.close()
+        self._remove_superseded()
+        return False
+
+    def _remove_superseded(self) -> None:
+        names, self._plan.superseded = self._plan.superseded, []
+        try:
+            if names:
+                self.store.remove_superseded(names, self._is_needed)
+        except StoreError as error:  # the conversation is kept all the same
+            self.store.log(f"store: {error}; files that are superfluous stay until a later flush")
+
+    def close(self) -> None:
+        """Give up what is not written yet."""
+        self._pins.close()
+        with contextlib.suppress(StoreError):  # of files that were only read
+            self._carrier.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    # --- what is written
+
+    def _make_plan(self, kept: Kept) -> _Plan:
+        index, identity = self.store.index, kept.identity
+        segments = [s for s in segments_of(kept) if not index.covered(identity, s, ())]
+        held = [place.piece for place in index.find(identity, kept.ids).states]
+        offered = {state_at(kept, offer): offer for offer in kept.states}
+        states = [state for state in offered if not index.covered(identity, state, ())]
+        sources = [cells_of(segment, kept.shape, kept.windows) for segment in segments]
+        sources += [arrays_of(offered[state].arrays) for state in states]
+        label = kept.label.encode("utf-8", "replace")[:MAX_LABEL_BYTES].decode("utf-8", "ignore")
+        head = Head(identity, kept.shape, tuple(segments), tuple(states), label)
+        plan = _Plan(head, sources, dropped=superfluous(held, offered, kept.replay_tokens))
+        self.n_new_bytes = head.payload_bytes
+        self._compact(plan, kept, self.n_new_bytes)
+        return plan
+
+    def _compact(self, plan: _Plan, kept: Kept, budget: int) -> None:
+        """Find files that go, copying what is still needed of them within a budget of bytes."""
+        names = self.store.index.along(kept.identity, kept.ids)
+        files = [self.store.index.files[name] for name in names]
+        files = [file for file in files if file.head.shape == kept.shape]
+        carried: list[tuple[StoreFile, int, Piece, int]] = []
+        gone: list[str] = []
+
+        def needed_of(file: StoreFile) -> list[tuple[StoreFile, int, Piece, int]]:
+            new = (*plan.head.segments, *plan.head.states, *(piece for _, _, piece, _ in carried))
+            return [(file, index, piece, size)
+                    for index, (piece, size) in enumerate(zip(file.pieces, file.head.sizes, strict=True))
+                    if piece not in plan.dropped and not _is_covered(piece, new)
+                    and not self.store.index.covered(kept.identity, piece, {*gone, file.name})]  # fmt: skip
+
+        for file in sorted(files, key=lambda file: (sum(p[3] for p in needed_of(file)), file.name)):
+            needed = needed_of(file)
+            copied = sum(size for _, _, _, size in needed)
+            if copied > min(budget, file.size_bytes - copied):  # to copy more than that gives back is not worth it
+                continue
+            budget -= copied
+            gone.append(file.name)
+            carried += needed
+        segments = [entry for entry in carried if isinstance(entry[2], Segment)]
+        states = [entry for entry in carried if isinstance(entry[2], State)]
+        n_own = len(plan.head.segments)
+        sources = [[self._carrier.source(file, index, size) for file, index, _, size in part]
+                   for part in (segments, states)]  # fmt: skip
+        plan.sources[n_own:n_own] = sources[0]
+        plan.sources += sources[1]
+        plan.head = plan.head._replace(
+            segments=(*plan.head.segments, *(entry[2] for entry in segments)),
+            states=(*plan.head.states, *(entry[2] for entry in states)),
+        )
+        plan.superseded = gone
+
+    def _is_needed(self, file: StoreFile) -> bool:
+        index = self.store.index
+        return any(
+            piece not in self._plan.dropped and not index.covered(self._identity, piece, (file.name,))
+            for piece in file.pieces
+        )
+
+
+def segments_of(kept: Kept) -> list[Segment]:
+    """A conversation cut into segments."""
+    raw, parent, segments = id_bytes(kept.ids), root_key(kept.identity), []
+    for index in range(-(-len(kept.ids) // SEGMENT_TOKENS)):
+        ids = raw[index * SEGMENT_TOKENS * ID_BYTES : (index + 1) * SEGMENT_TOKENS * ID_BYTES]
+        end = index * SEGMENT_TOKENS + len(ids) // ID_BYTES
+        segments.append(Segment(parent, index, ids, kept.shape.has_draft and end <= kept.n_drafted))
+        parent = segments[-1].key
+    return segments
+
+
+def state_at(kept: Kept, offer: OfferedState) -> State:
+    """An offered state under the name that it has in the store."""
+    whole, rest = divmod(offer.position, SEGMENT_TOKENS)
+    raw, parent = id_bytes(kept.ids[: offer.position]), root_key(kept.identity)
+    for index in range(whole):
+        parent = child_key(parent, raw[index * SEGMENT_TOKENS * ID_BYTES : (index + 1) * SEGMENT_TOKENS * ID_BYTES])
+    return State(parent, offer.position, raw[len(raw) - rest * ID_BYTES :], offer.kind)
+
+
+def superfluous(held: Sequence[State], offered: Sequence[State], replay_tokens: int) -> set[State]:
+    """Which states of a conversation are not worth their bytes any more, now that these are offered.
+
+    What is offered stays, and so does the end of a system prompt; of the others each stays that is more than
+    `replay_tokens` behind the one before it. Where nothing is offered, nothing goes.
+    """
+    if not offered:
+        return set()
+    positions = {state.position for state in offered}
+    last, dropped = 0, set()
+    for position in sorted(positions | {state.position for state in held}):
+        mine = [state for state in held if state.position == position]
+        if position in positions or any(state.kind == ROOT for state in mine) or position - last > replay_tokens:
+            last = position
+        else:
+            dropped |= set(mine)
+    return dropped
+
+
+def _is_covered(piece: Piece, new: Sequence[Piece]) -> bool:
+    return any(
+        type(other) is type(piece) and other.parent == piece.parent and other.start == piece.start
+        and covers(other, piece) for other in new
+    )  # fmt: skip
+
+
+def _key_at_end(kept: Kept) -> bytes:
+    return segments_of(kept)[-1].key

@@ -1,0 +1,284 @@
+"""What the files of a store hold, as one index in memory: lookup by token ids, and what depends on what.
+
+It owns the trees of segments and states, one for each identity, made from heads alone; it knows no disk and no clock.
+Invariant: a piece is found only by its own ids and those of every segment before it, so that a key that two texts
+should share is a miss. Read next: storefolder.py, which keeps it in line with a folder.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from storelayout import (
+    ID_BYTES,
+    SEGMENT_TOKENS,
+    Head,
+    Segment,
+    State,
+    child_key,
+    id_bytes,
+    root_key,
+)
+
+SEGMENT_ID_BYTES = SEGMENT_TOKENS * ID_BYTES
+
+Piece = Segment | State
+
+
+@dataclass(eq=False)
+class StoreFile:
+    """One file as its head shows it."""
+
+    name: str
+    head: Head
+    hash: bytes
+    size_bytes: int
+    used_ns: int  # when it was written or last touched
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return *self.head.segments, *self.head.states
+
+
+class Place(NamedTuple):
+    """Where a piece lies: the `number`-th segment, or the `number`-th state, of a file."""
+
+    file: StoreFile
+    number: int
+    piece: Piece
+
+
+class Hit(NamedTuple):
+    """What is held of a prompt's start: cells of `n_tokens` tokens, and states at positions up to there.
+
+    The last segment may be longer than what the prompt shares with it.
+    """
+
+    n_tokens: int = 0
+    segments: tuple[Place, ...] = ()
+    states: tuple[Place, ...] = ()  # the deepest first
+
+    @property
+    def n_drafted(self) -> int:
+        """Tokens from the start on whose cells of the draft layer are held."""
+        first = next((place.piece.start for place in self.segments if not place.piece.has_draft), self.n_tokens)
+        return min(first, self.n_tokens)
+
+    @property
+    def files(self) -> set[str]:
+        return {place.file.name for place in (*self.segments, *self.states)}
+
+
+class Conversation(NamedTuple):
+    """A text that nothing continues, for lists: where its last segment lies, and all that is held of it."""
+
+    last: Place
+    ids: np.ndarray  # int32, from the first token on whose segment is held
+    hit: Hit  # what a prompt of these ids finds; nothing where the start is not held
+    files: tuple[StoreFile, ...]
+
+    @property
+    def id(self) -> str:
+        """16 hexadecimal digits, which the name of the file begins with that was written when it ended here."""
+        return self.last.piece.key[:8].hex()
+
+    @property
+    def n_tokens(self) -> int:
+        return self.last.piece.end
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the cells of all its tokens are held."""
+        return self.hit.n_tokens == self.n_tokens
+
+
+Slot = tuple[bytes, int]  # the key of the segment before a piece, and where the piece starts
+Held = dict[Slot, dict[bytes, list[Place]]]  # by slot, then by ids: where it lies
+
+
+class _Tree:
+    """The pieces of one identity."""
+
+    def __init__(self):
+        self.segments: Held = {}
+        self.states: Held = {}
+        self.named: dict[Slot, Segment] = {}  # every full segment by what stands behind it
+
+    @property
+    def both(self) -> tuple[Held, Held]:
+        return self.segments, self.states
+
+
+def _slot(piece: Piece) -> Slot:
+    return piece.parent, piece.start
+
+
+def _behind(segment: Segment) -> Slot:
+    return segment.key, segment.end
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    n = min(len(a), len(b)) // ID_BYTES
+    differs = np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n)
+    return int(differs.argmax()) if differs.any() else n
+
+
+class StoreIndex:
+    """All files of a folder; `add` and `remove` keep it, everything else only looks."""
+
+    def __init__(self):
+        self.files: dict[str, StoreFile] = {}
+        self._trees: dict[bytes, _Tree] = {}
+
+    def add(self, file: StoreFile) -> None:
+        self.files[file.name] = file
+        tree = self._trees.setdefault(file.head.identity, _Tree())
+        for held, pieces in zip(tree.both, (file.head.segments, file.head.states), strict=True):
+            for number, piece in enumerate(pieces):
+                held.setdefault(_slot(piece), {}).setdefault(piece.ids, []).append(Place(file, number, piece))
+        for segment in file.head.segments:
+            if segment.is_full:
+                tree.named[_behind(segment)] = segment
+
+    def remove(self, name: str) -> None:
+        """Forget a file, if it is known."""
+        file = self.files.pop(name, None)
+        if file is None:
+            return
+        tree = self._trees[file.head.identity]
+        for held, pieces in zip(tree.both, (file.head.segments, file.head.states), strict=True):
+            for piece in pieces:
+                by_ids = held.get(_slot(piece), {})
+                left = [place for place in by_ids.pop(piece.ids, []) if place.file is not file]
+                if left:
+                    by_ids[piece.ids] = left
+                elif not by_ids:
+                    held.pop(_slot(piece), None)
+        for segment in file.head.segments:
+            if segment.is_full and segment.ids not in tree.segments.get(_slot(segment), {}):
+                tree.named.pop(_behind(segment), None)
+        if not tree.segments and not tree.states:
+            del self._trees[file.head.identity]
+
+    # --- lookup
+
+    def _path(self, identity: bytes, ids: np.ndarray) -> Iterator[tuple[_Tree, Slot, bytes]]:
+        """The slots along some ids, as far as full segments are held, each with the ids that would fill it."""
+        tree, parent, raw = self._trees.get(identity), root_key(identity), id_bytes(ids)
+        if tree is None:
+            return
+        for at in range(0, len(raw) + 1, SEGMENT_ID_BYTES):
+            mine, slot = raw[at : at + SEGMENT_ID_BYTES], (parent, at // ID_BYTES)
+            yield tree, slot, mine
+            if len(mine) < SEGMENT_ID_BYTES or mine not in tree.segments.get(slot, {}):
+                return
+            parent = child_key(parent, mine)
+
+    def find(self, identity: bytes, ids: np.ndarray) -> Hit:
+        """The longest start of some ids that is held from their beginning on, and every state in it."""
+        n_tokens, segments, states = 0, [], []
+        for tree, slot, mine in self._path(identity, ids):
+            states += [places[-1] for tail, places in tree.states.get(slot, {}).items() if mine.startswith(tail)]
+            common, best = _best_segment(tree.segments.get(slot, {}), mine)
+            if best:
+                segments.append(best)
+                n_tokens = slot[1] + common
+        states = [place for place in states if place.piece.position <= n_tokens]
+        states.sort(key=lambda place: place.piece.position, reverse=True)
+        return Hit(n_tokens, tuple(segments), tuple(states))
+
+    def along(self, identity: bytes, ids: np.ndarray) -> set[str]:
+        """Names of all files with a piece that is a start of these ids."""
+        names = set()
+        for tree, slot, mine in self._path(identity, ids):
+            for held in tree.both:
+                for tail, places in held.get(slot, {}).items():
+                    if mine.startswith(tail):
+                        names |= {place.file.name for place in places}
+        return names
+
+    # --- what depends on what
+
+    def covered(self, identity: bytes, piece: Piece, without: Collection[str]) -> bool:
+        """Whether a file that is not one of `without` holds all that a piece is good for."""
+        tree = self._trees.get(identity)
+        if tree is None:
+            return False
+        by_ids = (tree.segments if isinstance(piece, Segment) else tree.states).get(_slot(piece), {})
+        if isinstance(piece, State) or piece.is_full:
+            places = by_ids.get(piece.ids, [])
+        else:
+            places = [place for ids, found in by_ids.items() if ids.startswith(piece.ids) for place in found]
+        return any(place.file.name not in without and covers(place.piece, piece) for place in places)
+
+    def is_continued(self, file: StoreFile) -> bool:
+        """Whether a piece of another file lies behind a full segment that this file alone holds."""
+        identity, tree = file.head.identity, self._trees[file.head.identity]
+        for segment in file.head.segments:
+            if segment.is_full:
+                behind = [place for held in tree.both for places in held.get(_behind(segment), {}).values()
+                          for place in places if place.file is not file]  # fmt: skip
+                if behind and not self.covered(identity, segment, (file.name,)):
+                    return True
+        return False
+
+    def before(self, file: StoreFile) -> set[str]:
+        """Names of the files with the segments that stand right before pieces of this one."""
+        tree = self._trees[file.head.identity]
+        names = set()
+        for piece in file.pieces:
+            if segment := tree.named.get(_slot(piece)):
+                names |= {place.file.name for place in tree.segments[_slot(segment)][segment.ids]}
+        return names - {file.name}
+
+    def conversations(self) -> list[Conversation]:
+        """Every text that no other one begins with, last used first."""
+        found = [
+            self._conversation(identity, tree, max(places, key=lambda place: place.file.used_ns))
+            for identity, tree in self._trees.items()
+            for by_ids in tree.segments.values()
+            for places in _ends(tree, by_ids)
+        ]
+        return sorted(found, key=lambda conversation: conversation.last.file.used_ns, reverse=True)
+
+    def _conversation(self, identity: bytes, tree: _Tree, last: Place) -> Conversation:
+        slot, chain = _slot(last.piece), [last]
+        while segment := tree.named.get(slot):
+            slot = _slot(segment)
+            chain.append(tree.segments[slot][segment.ids][-1])
+        ids = np.frombuffer(b"".join(place.piece.ids for place in reversed(chain)), "<i4")
+        hit = self.find(identity, ids) if not slot[1] else Hit()
+        files = {place.file.name: place.file for place in (*hit.states, *hit.segments, *chain)}
+        return Conversation(last, ids, hit, tuple(files.values()))
+
+
+def _ends(tree: _Tree, by_ids: dict[bytes, list[Place]]) -> Iterator[list[Place]]:
+    """Where the segments of one slot lie that nothing continues and no longer one begins with."""
+    in_order = sorted(by_ids)  # what begins with a text comes right behind it
+    for ids, following in itertools.zip_longest(in_order, in_order[1:], fillvalue=b""):
+        places = by_ids[ids]
+        if not following.startswith(ids) and _behind(places[0].piece) not in tree.segments:
+            yield places
+
+
+def covers(held: Piece, piece: Piece) -> bool:
+    """Whether one piece has all that another one of the same kind and slot is good for."""
+    if isinstance(piece, State):
+        return held.ids == piece.ids
+    return held.ids.startswith(piece.ids) and (held.has_draft or not piece.has_draft)
+
+
+def _best_segment(by_ids: dict[bytes, list[Place]], mine: bytes) -> tuple[int, Place | None]:
+    """The segment that shares most tokens with `mine`, one with the draft layer's cells before one without."""
+    exact = by_ids.get(mine)
+    candidates = [(mine, exact)] if exact else by_ids.items()
+    best = 0, False, None
+    for ids, places in candidates:
+        common = _common_tokens(ids, mine)
+        for place in reversed(places):
+            if common and (common, place.piece.has_draft) > best[:2]:
+                best = common, place.piece.has_draft, place
+    return best[0], best[2]

@@ -1,0 +1,185 @@
+"""What a flush writes and replaces, and that all of it is found again by any engine with the same model."""
+
+import numpy as np
+import pytest
+
+import blockfile
+from cells import FORMATS
+from given_kernels import CPU
+from given_store import (
+    BIG,
+    IDENTITY,
+    PLAIN,
+    SHAPE,
+    StateSink,
+    check_prompt,
+    empty_windows,
+    files,
+    flush,
+    ids_of,
+    kept,
+    new_store,
+    position,
+)
+from kvcache import Cache, CacheShape
+from sessionstate import checkpoint_sink
+from storeflush import Kept, OfferedState, superfluous
+from storelayout import (
+    ROOT,
+    TURN,
+    Shape,
+    State,
+)
+
+BLOCK_BYTES = 1 << 14
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blockfile, "BLOCK_BYTES", BLOCK_BYTES)
+
+
+def test_a_conversation_is_found_after_a_restart(tmp_path):
+    store, ids = new_store(tmp_path / "store"), ids_of(1000, 1)
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    flush(store, kept(ids[:600], [300, 600], label="hello"))
+    flush(store, kept(ids, [900, 1000]))
+    again = new_store(tmp_path / "store")
+    assert position(check_prompt(again, ids)) == (1000, 1000)
+    assert position(check_prompt(again, ids_of(2000, 5, ids))) == (1000, 1000)
+    assert position(check_prompt(again, ids[:999])) == (999, 900)
+    assert position(check_prompt(again, ids_of(900, 2, ids[:500]))) == (500, 300)
+    assert position(check_prompt(again, ids, identity=bytes(32))) == (0, 0)
+
+
+def test_a_model_that_folds_nothing_goes_on_at_any_token(tmp_path):
+    store, ids = new_store(tmp_path), ids_of(700, 1)
+    flush(store, kept(ids, shape=PLAIN))
+    for n_tokens in (1, 255, 256, 257, 601, 700):
+        assert check_prompt(store, ids_of(900, 3, ids[:n_tokens]), shape=PLAIN)[0] == n_tokens
+
+
+@pytest.mark.parametrize("cells", FORMATS)
+def test_pools_and_running_state_of_a_cache_come_back_whole(cells, tmp_path, monkeypatch):
+    """Windows of a cache feed a flush and take a load as they are; every byte that a session file holds is the same."""
+    monkeypatch.setattr(blockfile, "BLOCK_BYTES", 1 << 16)
+    geometry = (8, 4, 2, 4, 2, 2, 4, 8, 8, 4, 2, 64, 1, 16, 0, 0, 0, 0)
+    form = CacheShape(geometry, 2, 2, True, 2, 64, 16, 64, 1024, FORMATS[cells], FORMATS["fp16"])
+    old, new, ids = Cache(form, CPU), Cache(form, CPU), ids_of(702, 1)
+    rng = np.random.default_rng(0)
+    arrays = [array for pool in old._all_pools for array in (pool.k, pool.v, pool.k_scale, pool.v_scale, pool.pooled)]
+    for array in (*arrays, *old.state.arrays[:4]):
+        flat = array.reshape(-1).view(np.uint8)
+        flat[:] = rng.integers(0, 100, flat.size, np.uint8)
+    old.commit(ids)
+    shape = Shape.of(old.windows(1), True, form.state_sizes)
+    state = OfferedState(len(ids), old.capture().arrays, TURN)
+    flush(new_store(tmp_path), Kept(IDENTITY, shape, ids, old.windows(len(ids)), [state], len(ids)))
+    store, sink = new_store(tmp_path), checkpoint_sink(new)
+    hit = store.lookup(IDENTITY, np.append(ids, 5))
+    loaded = store.load(hit, hit.states[0].piece.position, shape, new.windows(len(ids)), sink)
+    assert (loaded.n_tokens, loaded.state.position) == (702, 702)
+    new.rewind(sink.snapshot(ids))
+    for mine, theirs in zip(new.windows(len(ids)), old.windows(len(ids)), strict=True):
+        for part, size in enumerate(theirs.part_sizes):
+            expected, found = np.empty(size, np.uint8), np.empty(size, np.uint8)
+            theirs.read(part, 0, expected)
+            mine.read(part, 0, found)
+            assert np.array_equal(found, expected)
+    assert all(map(np.array_equal, new.capture().arrays, old.capture().arrays))
+
+
+def test_a_full_segment_is_never_written_twice(tmp_path):
+    store, ids = new_store(tmp_path), ids_of(3000, 1)
+    written = [flush(store, kept(ids[:n], shape=PLAIN)) for n in range(1000, 3001, 250)]
+    assert all(0 < turn.n_new_bytes <= 3 * 256 * 10 + 64 for turn in written[1:])
+    other = flush(store, kept(ids_of(3000, 2, ids[:2048]), shape=PLAIN))
+    assert other.n_new_bytes < 952 * 10 + 64
+    again = flush(store, kept(ids, shape=PLAIN))
+    assert (again.size_bytes, again.n_new_bytes) == (0, 0)
+    assert check_prompt(store, ids, shape=PLAIN)[0] == 3000
+
+
+def test_cells_held_already_are_not_read_again(tmp_path):
+    store, ids = new_store(tmp_path), ids_of(1000, 1)
+    flush(store, kept(ids, [1000]))
+
+    class Once:
+        def __init__(self, part_sizes):
+            self.part_sizes, self.starts = part_sizes, []
+
+        def write(self, part, offset, data):
+            self.starts.append((part, offset))
+
+    sinks = [Once(window.part_sizes) for window in empty_windows(SHAPE, 1000)]
+    loaded = store.load(store.lookup(IDENTITY, ids), 1000, SHAPE, sinks, StateSink(SHAPE), held=600)
+    assert (loaded.n_tokens, loaded.state.position) == (1000, 1000)
+    assert min(offset for part, offset in sinks[0].starts if part == 0) == 512 // 4 * SHAPE.layers[0][0]
+
+
+# --- states
+
+
+def test_which_states_are_superfluous():
+    def rest(held, offered, replay_tokens, root=0):
+        states = [State(b"", position, b"", ROOT if position == root else 0) for position in held]
+        gone = superfluous(states, [State(b"", position, b"", 0) for position in offered], replay_tokens)
+        return {state.position for state in states} - {state.position for state in gone}
+
+    assert rest([300, 800, 900], [1000, 1100], 1000, root=300) == {300}
+    assert rest([300, 800, 900], [1000, 1100], 400) == {800}
+    assert rest([300, 800, 900], [1000, 1100], 0) == {300, 800, 900}
+    assert rest([300, 900, 2000], [900, 2100], 1000) == {900, 2000}
+    assert rest([300, 800, 900], [], 1000) == {300, 800, 900}
+
+
+def test_the_states_of_a_turn_are_replaced_by_those_of_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr(blockfile, "BLOCK_BYTES", 1 << 16)
+    store, ids = new_store(tmp_path), ids_of(3000, 1)
+    for n_tokens, states in ((900, [300, 800, 900]), (1100, [1000, 1100]), (3000, [2500, 3000])):
+        flush(store, kept(ids[:n_tokens], states, shape=BIG, root=300, replay=10**6))
+        held = {state.position for file in store.index.files.values() for state in file.head.states}
+        assert held == {300, *states}
+    assert position(check_prompt(store, ids[:2999], shape=BIG)) == (2999, 2500)
+
+
+def test_the_states_of_another_branch_stay(tmp_path):
+    store, ids = new_store(tmp_path), ids_of(900, 1)
+    flush(store, kept(ids, [700, 900], replay=5000))
+    branch = ids_of(900, 2, ids[:700])
+    flush(store, kept(branch, [900], replay=5000))
+    assert position(check_prompt(store, ids)) == (900, 900)
+    assert position(check_prompt(store, branch)) == (900, 900)
+
+
+def test_a_chat_of_many_turns_writes_what_is_new_and_keeps_little_else(tmp_path, monkeypatch):
+    """A long beginning, then turns with a state each that the next one replaces: written once, copied a little."""
+    monkeypatch.setattr(blockfile, "BLOCK_BYTES", 1 << 16)
+    store, ids = new_store(tmp_path), ids_of(12000, 1)
+    first = flush(store, kept(ids[:8000], [8000], shape=BIG, replay=10**6)).n_new_bytes
+    n_cell_bytes = first / 8000 - 7.5
+    for n_tokens in range(8400, 12001, 400):
+        turn = flush(store, kept(ids[:n_tokens], [n_tokens], shape=BIG, replay=10**6))
+        assert turn.n_new_bytes < 60_000 + (400 + 255) * n_cell_bytes
+        assert turn.size_bytes - 4 * n_tokens - 2000 < 2 * turn.n_new_bytes
+        assert position(check_prompt(store, ids[:n_tokens], shape=BIG)) == (n_tokens, n_tokens)
+    used, needed = sum(files(tmp_path).values()), 12_000 * (n_cell_bytes + 4) + 60_000
+    assert needed < used < needed + 4 * 60_000
+    assert position(check_prompt(new_store(tmp_path), ids, shape=BIG)) == (12000, 12000)
+
+
+def test_drafts_that_were_computed_later_replace_cells_without(tmp_path):
+    store, ids = new_store(tmp_path), ids_of(700, 1)
+    flush(store, kept(ids, n_drafted=0))
+    assert store.lookup(IDENTITY, ids).n_drafted == 0
+    assert flush(store, kept(ids)).size_bytes > 0
+    assert store.lookup(IDENTITY, ids).n_drafted == 700
+    assert len(files(tmp_path)) == 1
+    assert flush(store, kept(ids, n_drafted=0)).size_bytes == 0
+
+
+def test_kinds_of_states_are_kept(tmp_path):
+    store, ids = new_store(tmp_path), ids_of(600, 1)
+    flush(store, kept(ids, [300, 600], root=300))
+    kinds = {place.piece.position: place.piece.kind for place in new_store(tmp_path).lookup(IDENTITY, ids).states}
+    assert kinds == {300: ROOT, 600: 0}
