@@ -173,7 +173,7 @@ class StoreIndex:
         for at in range(0, len(raw) + 1, SEGMENT_ID_BYTES):
             mine, slot = raw[at : at + SEGMENT_ID_BYTES], (parent, at // ID_BYTES)
             yield tree, slot, mine
-            if len(mine) < SEGMENT_ID_BYTES or mine not in tree.segments.get(slot, {}):
+            if mine not in tree.segments.get(slot, {}):
                 return
             parent = child_key(parent, mine)
 

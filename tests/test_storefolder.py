@@ -30,6 +30,7 @@ from given_store import (
     write,
 )
 from plainhash import hash64
+from storeflush import Flush
 from storefolder import DAMAGED, LOCK_NAME, NAME
 from storelayout import (
     CHECKSUM,
@@ -348,6 +349,51 @@ def test_both_flush_the_same_conversation_and_none_of_it_is_lost(tmp_path):
             flush(store, kept(ids[:n_tokens], [n_tokens], replay=10**6))
             assert position(check_prompt(store, ids[:n_tokens])) == (n_tokens, n_tokens)
     assert len(files(tmp_path)) <= 5
+
+
+def test_a_file_comes_within_one_tick_of_the_folders_clock(tmp_path):
+    mine, other, ids = new_store(tmp_path), new_store(tmp_path), ids_of(500, 1)
+    mine.lookup(IDENTITY, ids)
+    seen_ns = tmp_path.stat().st_mtime_ns
+    flush(other, kept(ids, [500]))
+    os.utime(tmp_path, ns=(seen_ns, seen_ns))
+    assert position(check_prompt(mine, ids)) == (500, 500)
+
+
+def test_what_another_engine_continues_meanwhile_goes_behind_that(tmp_path):
+    mine, other, ids = new_store(tmp_path), new_store(tmp_path), ids_of(900, 1)
+    root = flush(mine, kept(ids[:300], [300])).name
+    flush(mine, kept(ids_of(300, 7), [300]))
+    age(mine, root, 1000)
+    flush(other, kept(ids, [900], root=900))
+    mine.quota_bytes = sum(files(tmp_path).values()) - 1
+    mine.prune()
+    assert root in files(tmp_path)
+
+
+def test_what_is_superfluous_stays_where_it_is_needed_or_read(tmp_path):
+    store = new_store(tmp_path)
+    (_, name), (_, other) = chats(store, 2)
+    store.remove_superseded([name, "gone"], lambda file: True)
+    with store.pinned([name]):
+        store.remove_superseded([name], lambda file: False)
+    assert name in files(tmp_path)
+    store.remove_superseded([name], lambda file: False)
+    assert set(files(tmp_path)) == {other}
+
+
+def test_a_copy_that_another_engine_evicts_during_a_flush_is_not_missed(tmp_path):
+    """What a flush means to remove is held elsewhere as it begins, and no more when it ends."""
+    store, ids = new_store(tmp_path), ids_of(700, 1)
+    for number in range(2):
+        write(tmp_path / f"{number:016x}-00000000.store", kept(ids, [700]))
+    turn = Flush(store, kept(ids_of(800, 2, ids), [800]))
+    for name in set(files(tmp_path)) - set(turn._plan.superseded):
+        if name.endswith(".store"):
+            os.unlink(tmp_path / name)
+    while turn.step():
+        pass
+    assert position(check_prompt(new_store(tmp_path), ids_of(800, 2, ids))) == (800, 800)
 
 
 def test_who_cannot_get_the_lock_removes_nothing(tmp_path, monkeypatch):

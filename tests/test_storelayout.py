@@ -216,6 +216,24 @@ def test_a_sealed_head_with_hostile_values_is_refused_or_harmless(tmp_path):
     assert tried // 2 < refused < tried
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "reason"),
+    [
+        (12, 127, "header"), (48, 1, "table"), (56, 7, "size"), (76, 600, "label"), (80, 2, "header"),
+        (84, 1, "header"), (88, 41, "payload"), (220, 1, "segment"), (240, 300 << 16, "segment"),
+        (284, 0, "state"), (292, 1, "state"),
+    ],
+)  # fmt: skip
+def test_what_a_sealed_head_is_refused_for(at, value, reason, tmp_path):
+    write(tmp_path / "a", kept(ids_of(300, 1), [300, 7], label="abc"))
+    data = bytearray((tmp_path / "a").read_bytes())
+    data[at : at + 4] = value.to_bytes(4, "little")
+    (tmp_path / "a").write_bytes(reseal(bytes(data)))
+    with pytest.raises(StoreError) as caught:
+        use(tmp_path / "a", SHAPE, 300)
+    assert caught.value.reason == reason
+
+
 @pytest.mark.faults
 def test_every_flipped_byte_is_found(tmp_path):
     what = kept(ids_of(300, 1), [300], shape=Shape(((8, 4, 4, 4, 3), (4, 4, 0, 0, 0)), True, (16, 0, 4, 4, 4)))
