@@ -5,6 +5,7 @@ sampling. Invariant: what a request would overwrite is parked, kept beside, or t
 promptcache.py for what serves a prompt, generation.py for a request on its way, engine.py for the files.
 """
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -14,6 +15,7 @@ from generation import CHUNK, DraftLayer, Resumed
 from kvcache import Cache, Snapshot
 from modelconfig import ModelError
 from promptcache import LEAST_BRANCH, NOTHING, Checkpoints, Offer, Parked, ParkingLot, Timeline, best_offer
+from storekeeper import Keeper
 from verbs import SPARE_CELLS, GenRequest
 
 MIB = 1 << 20
@@ -41,6 +43,7 @@ class Conversations:
         self._n_latest = 0  # prompt tokens of the latest request, where something of it is kept
         self._shown = np.empty(0, np.int32)  # tokens that the live conversation is to hold again, see `keep`
         self.n_requests = self.n_hits = 0
+        self.keeper: Keeper | None = None  # with --store
 
     def _parking_mib(self) -> int:
         """RAM for parked conversations: what was asked for, else a quarter of what is free now."""
@@ -98,6 +101,10 @@ class Conversations:
             return Resumed(self.live, NOTHING, 0)
         places = [*([self.beside] if self.beside else []), self.live, *reversed(self.parking.entries)]
         offer, diverged_at = best_offer(places, request.prompt, request.steered)
+        hit = None
+        if self.keeper:
+            offer, hit = self.keeper.offer(request.prompt, request.steered, offer, self.cache)
+            diverged_at = max(diverged_at, offer.n_tokens)
         self._explain(request, offer, diverged_at)
         if self.beside and request.checkpoint:
             going_on = offer.parked is self.beside and offer.is_whole
@@ -105,7 +112,14 @@ class Conversations:
                 self._give_up(self.beside.n_tokens, "that ran beside the conversation held")
             self.beside = None
         timeline, offer, back = self._make_room(request, offer)
-        timeline.take(offer, self.tick() if offer.record else 0)
+        if self.keeper:
+            self.keeper.before_change(timeline, 0 if offer.parked or hit else offer.n_tokens)
+        if hit and offer.source == "store":
+            timeline.forget()
+            n_tokens = self.keeper.load(timeline, hit, offer.n_tokens, request.prompt, self.tick())
+            offer = offer._replace(n_tokens=n_tokens) if n_tokens else NOTHING
+        else:
+            timeline.take(offer, self.tick() if offer.record else 0)
         timeline.cache.steered = request.steered
         self.n_hits += offer.n_tokens > 0
         return Resumed(timeline, offer, diverged_at, back)
@@ -117,7 +131,7 @@ class Conversations:
         than that runs beside it, and so does one of which nothing is to be kept.
         """
         live, kept = self.live, request.checkpoint
-        loss = live.n_tokens - (0 if offer.parked else offer.n_tokens)
+        loss = live.n_tokens - (0 if offer.parked or offer.source == "store" else offer.n_tokens)
         if kept and offer.parked in self.parking.entries and offer.is_whole:
             self.parking.remove(offer.parked)
         if not loss:
@@ -130,7 +144,7 @@ class Conversations:
         if beside is None:
             self._give_up(loss, "of the conversation held")
             return live, offer, None
-        return beside, offer if offer.parked else NOTHING, None
+        return beside, offer if offer.parked or offer.source == "store" else NOTHING, None
 
     def _give_up(self, n_tokens: int, which: str) -> None:
         parked = "too little RAM" if not self.parking.entries else "too little RAM, or what is parked is worth more"
@@ -179,6 +193,8 @@ class Conversations:
         timeline.used = self.tick()
         if timeline is not self.live and timeline.complete:
             self.beside = timeline.copy()
+        if self.keeper and request.checkpoint and self.held:
+            self.keeper.changed(self.held, self.cache)
 
     def forget(self, resumed: Resumed) -> None:
         """Drop what a request that failed has used: its state may be what made it fail."""
@@ -191,6 +207,8 @@ class Conversations:
     def erase(self) -> int:
         """Forget the latest conversation and its checkpoints; returns how many tokens it had."""
         n_tokens = self.n_tokens
+        if self.keeper:
+            self.keeper.finish()
         self._shown, self._n_latest = self._shown[:0], 0
         if self.beside:
             self.beside = None
@@ -202,15 +220,17 @@ class Conversations:
 
     def read(self, timeline: Timeline, ids: np.ndarray, last: int):
         """Append ids[held:last] to a timeline, with the draft layer's cells; returns their residual [T, C, N]."""
-        first = timeline.cache.n_tokens
+        first, started = timeline.cache.n_tokens, time.perf_counter()
         residual = self.engine.model.append(timeline.cache, ids[first:last]).residual
         self.engine.tokens_read(last - first)
+        if self.keeper and last > first:
+            self.keeper.read_prompt(last - first, time.perf_counter() - started)
         self.fill_draft(timeline, residual, ids[first + 1 : last + 1], first)
         return residual
 
     def fill_draft(self, timeline: Timeline, residual, next_ids: np.ndarray, first_cell: int):
         """Cells of the draft layer for every token whose successor is known; returns their residual."""
-        if self.engine.spec == 1 or not len(next_ids):
+        if self.engine.spec == 1 or not len(next_ids) or not timeline.drafted:
             return None
         return self.engine.model.draft(timeline.cache, residual[: len(next_ids)], next_ids, first_cell)
 
@@ -227,6 +247,12 @@ class Conversations:
         if offer.n_tokens:
             live.take(offer, self.tick() if offer.record else 0)
             live.complete, self._shown = True, shown
+
+    def rest(self, interrupted: Callable[[], bool]) -> None:
+        """What there is to do between two commands, until the next one comes."""
+        self.settle(interrupted)
+        while self.keeper and not interrupted() and self.keeper.step():
+            pass
 
     def settle(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Read again what `keep` left out; between two chunks the cache holds a whole prefix, and it may end there."""

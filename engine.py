@@ -35,6 +35,9 @@ from promptcache import Parked, Timeline, common_start
 from sessionfile import SessionReader, read_tokens, write_session
 from sessionfolder import names_at_exit
 from sessionlayout import Identity, SessionError, save_peak_bytes
+from storefolder import Store
+from storekeeper import Keeper, identity_of
+from storelayout import StoreError
 from verbs import SPARE_CELLS, GenRequest, RequestError, SessionDone
 
 SLOW_START_S = 5.0  # a start that takes longer has compiled kernels and says so
@@ -46,7 +49,7 @@ class Identification:
     """Fingerprints of model and configuration, computed when they are first asked for."""
 
     def __init__(self, model_paths: list[str], configuration: Config):
-        self._model_paths, self._configuration = model_paths, configuration
+        self._model_paths, self.configuration = model_paths, configuration
         self._identity: Identity | None = None
 
     def identity(self, phase: Callable[[str, int], None] | None = None) -> Identity:
@@ -59,7 +62,7 @@ class Identification:
                 model = model_fingerprint(files)
             except FingerprintError as error:
                 raise SessionError("io", "fingerprint", str(error)) from error
-            self._identity = Identity(model, config_fingerprint(self._configuration))
+            self._identity = Identity(model, config_fingerprint(self.configuration))
         return self._identity
 
     def at_start(self) -> Identity:
@@ -261,6 +264,24 @@ def _place_experts(options: EngineOptions, ops: backend.Backend, parts: list, pr
         raise ModelError(f"the experts do not fit the device ({error}): give less --expert-cache-mib") from error
 
 
+def _keeper(engine: Engine) -> Keeper:
+    """The store of a session; raises ModelError where its folder cannot be used."""
+    options, found = engine.options, engine.identification
+    model = found.at_start().model
+    identities = {
+        steered: identity_of(model, found.configuration if steered else found.configuration._replace(cvec=0))
+        for steered in (True, False)
+    }
+    try:
+        store = Store(options.store, options.store_mib * MIB, options.session_min_free_mib * MIB, engine.log)
+    except StoreError as error:
+        raise ModelError(f"--store: {error}") from error
+    return Keeper(
+        store, identities.__getitem__, drafts=engine.spec > 1, min_tokens=options.store_min_tokens,
+        replay_s=options.store_replay_s, log=engine.log, errors=engine.ops.errors,
+    )  # fmt: skip
+
+
 def _max_context(asked: int | None, n_ctx: int, log) -> int:
     if asked is None:
         return min(n_ctx, DEFAULT_CONTEXT)
@@ -312,6 +333,8 @@ class Session(Conversations):
     def __init__(self, engine: Engine):
         super().__init__(engine)
         self._n_saves = self._n_restores = 0
+        if engine.options.store:
+            self.keeper = _keeper(engine)
 
     def info(self) -> dict[str, str]:
         """What the serve loop prints before READY, in its order."""
@@ -335,6 +358,8 @@ class Session(Conversations):
 
     def close(self) -> None:
         """Nothing outlives a session but its files."""
+        if self.keeper:
+            self.keeper.finish()
         self.parking.entries.clear()
         self.engine.save_expert_profile(at_once=True)
 
@@ -342,7 +367,8 @@ class Session(Conversations):
         """What is held, as plain JSON types."""
         chain = [{"tokens": c.n_tokens, "bytes": c.snapshot.size_bytes, "root": c.root} for c in self.checkpoints.chain]
         parked = [{"tokens": entry.n_tokens, "bytes": entry.size_bytes} for entry in self.parking.entries]
-        return {
+        kept = {"store": self.keeper.counters._asdict()} if self.keeper else {}
+        return kept | {
             "held_tokens": self.n_tokens,
             "max_context": self.engine.max_context,
             "checkpoints": chain,
@@ -487,6 +513,8 @@ class Session(Conversations):
         return SessionDone(cache.n_tokens, reader.size_bytes, 1e3 * (time.perf_counter() - started))
 
     def _apply(self, reader: SessionReader, phase, report) -> None:
+        if self.keeper:
+            self.keeper.finish()
         cache, image = self.cache, reader.image
         try:
             records = [sessionstate.live_sink(cache)]

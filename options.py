@@ -172,6 +172,14 @@ class EngineOptions(_Record):
         "folder for session files, created with mode 0700; relative paths of SAVE and RESTORE are taken below it",
         _folder,
     )
+    store: str | None = _name(
+        "DIR", "folder that keeps every conversation as it grows, for any prompt that begins like it", _folder
+    )
+    store_mib: int = _count(16384, "disk that the store takes at most (default: {default})")
+    store_min_tokens: int = _count(256, "shortest conversation that the store keeps (default: {default})")
+    store_replay_s: int = _count(
+        2, "seconds of reading again that are not worth a state in the store (default: {default})", low=0
+    )
     max_context: int | None = _count(
         None, f"cells of context (default: what the model was made for, at most {DEFAULT_CONTEXT})"
     )

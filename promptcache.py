@@ -98,6 +98,7 @@ class Timeline:
         self.checkpoints = Checkpoints(n_checkpoints)
         self.complete = False
         self.used = 0  # stamp of the latest use
+        self.drafted = True  # whether the draft layer's cells are those of its tokens, as far as they are computed
 
     @property
     def n_tokens(self) -> int:
@@ -113,6 +114,15 @@ class Timeline:
         return self.cache.steered
 
     @property
+    def folds_nothing(self) -> bool:
+        """Whether there is no state beside the cells."""
+        return self.cache.shape.folds_nothing
+
+    def live_arrays(self) -> tuple[np.ndarray, ...]:
+        """A copy of the running state."""
+        return self.cache.state.capture()
+
+    @property
     def size_bytes(self) -> int:
         """Bytes that a copy takes."""
         cells = sum(sum(window.part_sizes) for window in self.cache.windows(self.cache.n_tokens))
@@ -124,7 +134,8 @@ class Timeline:
         checkpoints = Checkpoints(self.checkpoints.limit)
         checkpoints.chain = list(self.checkpoints.chain)
         live = Checkpoint(self.cache.capture(), self.used)
-        return Parked(live, checkpoints, _copy_cells(self.cache.windows(self.cache.n_tokens)), self.steered)
+        cells = _copy_cells(self.cache.windows(self.cache.n_tokens))
+        return Parked(live, checkpoints, cells, self.steered, self.drafted)
 
     def common_start(self, prompt: np.ndarray, steered: bool) -> int:
         """How far a prompt goes along with what is held here."""
@@ -149,7 +160,7 @@ class Timeline:
         elif offer.parked:
             offer.parked.copy_to(self.cache, offer.n_tokens)
             self.checkpoints.chain = list(offer.parked.checkpoints.chain)
-            self.cache.steered = offer.parked.steered
+            self.cache.steered, self.drafted = offer.parked.steered, offer.parked.drafted
         if offer.record:
             offer.record.used = used
             self.cache.rewind(offer.record.snapshot.start(offer.n_tokens))
@@ -162,7 +173,7 @@ class Timeline:
         """Hold nothing."""
         self.cache.zero()
         self.checkpoints.chain = []
-        self.complete = False
+        self.complete, self.drafted = False, True
 
 
 @dataclass(eq=False)
@@ -173,6 +184,7 @@ class Parked:
     checkpoints: Checkpoints
     cells: list[list[np.ndarray]] = field(repr=False)
     steered: bool = True
+    drafted: bool = True
     priority: int = 0  # the entry of least priority goes first
 
     @property
@@ -182,6 +194,15 @@ class Parked:
     @property
     def ids(self) -> np.ndarray:
         return self.live.snapshot.ids
+
+    @property
+    def folds_nothing(self) -> bool:
+        """Whether there is no state beside the cells."""
+        return self.live.snapshot.folds_nothing
+
+    def live_arrays(self) -> tuple[np.ndarray, ...]:
+        """The state behind the last token."""
+        return self.live.snapshot.arrays
 
     @property
     def size_bytes(self) -> int:
@@ -213,7 +234,7 @@ class Parked:
 class Offer(NamedTuple):
     """A start of a prompt that is held: where, how many tokens, and the record of its state where one is needed."""
 
-    source: str  # live, checkpoint, parked or none
+    source: str  # live, checkpoint, parked, store or none
     n_tokens: int
     record: Checkpoint | None = None
     parked: Parked | None = None

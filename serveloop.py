@@ -135,7 +135,7 @@ class Loop:
                     break
                 if answer:
                     self._answer(command, answer)
-                self._session.settle(self._commands.has_next)
+                self._session.rest(self._commands.has_next)
         if self._answers.closed:
             self._log("stdout was closed by its reader")
         if self._commands.failure is not None:

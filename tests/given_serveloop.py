@@ -82,7 +82,7 @@ class ScriptedSession:
     def keep(self, n_answer):
         self.calls.append(("KEEP", n_answer))
 
-    def settle(self, interrupted):
+    def rest(self, interrupted):
         self.settled_early = interrupted()
 
     def warm_up(self) -> None:

@@ -49,6 +49,8 @@ ALLOWED = {
     "storeindex": {"storelayout"},
     "storefolder": {"blockfile", "storefile", "storeindex", "storelayout", "unfinished"},
     "storeflush": {"storefile", "storefolder", "storeindex", "storelayout"},
+    "storekeeper": {"fingerprint", "kvcache", "promptcache", "sessionstate", "storeflush", "storefolder", "storeindex"}
+    | {"storelayout"},
     "storecommand": {"blockfile", "printable", "storefile", "storefolder", "storeindex", "storelayout"},
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "modelfile"},
@@ -72,8 +74,9 @@ ALLOWED = {
     "controlvector": {"checksum", "modelfile"},
     "sessionstate": {"cpumemory", "kvcache", "promptcache", "sessionlayout"},
     "generation": {"kvcache", "model", "promptcache", "sampling", "verbs"},
-    "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs"},
-    "engine": {"sessionlayout", "conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
+    "conversations": {"generation", "kvcache", "modelconfig", "promptcache", "resources", "verbs", "storekeeper"},
+    "engine": {"storefolder", "storekeeper", "storelayout"}
+    | {"sessionlayout", "conversations", "modelfile", "generation", "model", "modelconfig", "modelweights"}
     | {"promptcache", "sessionstate", "sessionfile", "fingerprint", "expertprofile", "jit", "options", "resources"}
     | {"backend", "cells", "controlvector", "kvcache", "sessionfolder", "verbs"},
     "serveloop": {"sessionlayout", "engine", "generation", "options", "sessionfile", "sessionfolder", "verbs"},

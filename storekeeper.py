@@ -1,0 +1,199 @@
+"""Every answered conversation kept in a store as it grows, and found again by any prompt that begins like it.
+
+It owns when something is written, and what a hit is worth; it knows no bytes of files and no sampling. Invariant: what
+the store holds is what the pools held, so no cell that is still to be written is overwritten before; and nothing here
+fails a request: what cannot be written or read is one log line and a number in the counters. Read next: storeflush.py
+for the writing, storefolder.py for the reading, conversations.py for who asks.
+"""
+
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+import sessionstate
+from fingerprint import Config, config_fingerprint
+from kvcache import Cache, Snapshot
+from promptcache import Offer, Parked, Timeline
+from storeflush import Flush, Kept, OfferedState
+from storefolder import Store
+from storeindex import Hit
+from storelayout import ROOT, TURN, Shape, StoreError
+
+# Raised when, and only when, the same tokens leave other bits in pools or state.
+ARITHMETIC = 1
+FIRST_TOKEN_S = 1 / 500  # per prompt token, until prompts have been read
+FIRST_BYTES_PER_S = 500e6  # until something was read from the store
+OLD_SHARE = 0.7  # of a rate that was measured before, in the next one
+
+
+def identity_of(model: int, config: Config) -> bytes:
+    """What bits depend on, 32 bytes: the model and the arithmetic, not the release, the context or its residency."""
+    switches = (*config.switches, ("arithmetic", ARITHMETIC))
+    arithmetic = config._replace(engine="", max_context=0, kv_resident=0, mtp_window=0, switches=switches)
+    return struct.pack("<QQ16x", model, config_fingerprint(arithmetic))
+
+
+class Counters(NamedTuple):
+    """What the store has done since the start."""
+
+    written_bytes: int = 0
+    flushes: int = 0
+    failures: int = 0
+    hits: int = 0
+    tokens: int = 0  # that hits have given back
+
+
+class Keeper:
+    """The store of one session. Call `changed` behind an answer, `step` when there is time, `finish` before an end."""
+
+    def __init__(self, store: Store, identity: Callable[[bool], bytes], *, drafts: bool, min_tokens: int,
+                 replay_s: float, log: Callable[[str], None], errors: tuple[type[Exception], ...] = ()):  # fmt: skip
+        """`identity` gives that of conversations with (True) or without the control vector; `drafts`: cells of the
+        draft layer are computed; `errors` are what a failing device raises."""
+        self.store, self._identity, self._drafts = store, identity, drafts
+        self._min_tokens, self._replay_s, self._log = min_tokens, replay_s, log
+        self._errors = (StoreError, MemoryError, *errors)
+        self._waiting: Timeline | Parked | None = None  # has something that is not being written yet
+        self._flush: Flush | None = None
+        self._source: tuple[Timeline | Parked, int] | None = None  # whose cells the flush reads, and how many tokens
+        self._cache: Cache | None = None
+        self._token_s, self._bytes_per_s = FIRST_TOKEN_S, FIRST_BYTES_PER_S
+        self.counters = Counters()
+
+    # --- writing
+
+    def changed(self, held: Timeline | Parked, cache: Cache) -> None:
+        """A conversation has an answer more; `cache` is the live one, which has the shape of all."""
+        if held.n_tokens >= self._min_tokens:
+            if self._waiting is not None and self._waiting is not held:
+                self._begin()  # the other one is written first
+                self._run()
+            self._waiting, self._cache = held, cache
+
+    def step(self) -> bool:
+        """Write a block; whether there is more to do."""
+        try:
+            if self._flush is None:
+                self._begin()
+            elif not self._flush.step():
+                self._ended()
+        except self._errors as error:
+            self._failed(error)
+        return self._flush is not None or self._waiting is not None
+
+    def finish(self) -> None:
+        """Write all that waits: before it is overwritten, and before an end."""
+        while self.step():
+            pass
+
+    def before_change(self, timeline: Timeline, n_kept: int) -> None:
+        """Cells of a timeline behind the first `n_kept` tokens are about to be overwritten."""
+        waits = self._waiting is timeline and n_kept < timeline.n_tokens
+        reads = self._source is not None and self._source[0] is timeline and n_kept < self._source[1]
+        if waits or reads:
+            self.finish()
+
+    def _run(self) -> None:
+        while self._flush is not None:
+            self.step()
+
+    def _begin(self) -> None:
+        held, self._waiting = self._waiting, None
+        if held is None or held.n_tokens < self._min_tokens:
+            return
+        if self._flush is not None:
+            self._run()
+        try:
+            kept = self._kept(held)
+            self.store.live = (kept.identity, kept.ids)
+            flush = Flush(self.store, kept)
+        except self._errors as error:
+            self._failed(error)
+            return
+        if flush.size_bytes:
+            self._flush, self._source = flush, (held, len(kept.ids))
+
+    def _kept(self, held: Timeline | Parked) -> Kept:
+        live = [] if held.folds_nothing else [(held.n_tokens, held.live_arrays(), TURN)]
+        chain = [] if held.folds_nothing else held.checkpoints.chain
+        turns = [(c.n_tokens, c.snapshot.arrays, ROOT if c.root else TURN) for c in chain if c.root or c is chain[-1]]
+        states = [OfferedState(*state) for state in (*turns, *live) if state[0]]
+        return Kept(
+            self._identity(held.steered),
+            self._shape(self._cache),
+            np.array(held.ids, np.int32),
+            sessionstate.sources_of(held, self._cache),
+            states,
+            held.n_tokens if self._drafts and held.drafted else 0,
+            "",
+            int(self._replay_s / self._token_s),
+        )
+
+    def _shape(self, cache: Cache) -> Shape:
+        return Shape.of(cache.windows(1), cache.draft_pool is not None, cache.shape.state_sizes)
+
+    def _ended(self) -> None:
+        c, size_bytes = self.counters, self._flush.size_bytes
+        self.counters = c._replace(written_bytes=c.written_bytes + size_bytes, flushes=c.flushes + 1)
+        self._flush = self._source = None
+
+    def _failed(self, error: Exception) -> None:
+        if self._flush is not None:
+            self._flush.close()
+        self.counters = self.counters._replace(failures=self.counters.failures + 1)
+        self._flush = self._source = None
+        self._log(f"store: a conversation is not kept: {error}")
+
+    # --- reading
+
+    def read_prompt(self, n_tokens: int, seconds: float) -> None:
+        """So many prompt tokens took so long to read: what a hit saves is measured against it."""
+        self._token_s = OLD_SHARE * self._token_s + (1 - OLD_SHARE) * seconds / n_tokens
+
+    def offer(self, prompt: np.ndarray, steered: bool, best: Offer, cache: Cache) -> tuple[Offer, Hit | None]:
+        """The better of an offer of memory and what the store holds of a prompt."""
+        try:
+            hit = self.store.lookup(self._identity(steered), prompt)
+        except StoreError as error:
+            self._log(f"store: {error}")
+            return best, None
+        n_tokens = min(hit.n_tokens, len(prompt) - 1)
+        if not cache.shape.folds_nothing:
+            positions = [place.piece.position for place in hit.states if place.piece.position <= n_tokens]
+            n_tokens = max(positions, default=0)
+        n_tokens = min(n_tokens, cache.shape.n_cells)
+        gained_s = (n_tokens - best.n_tokens) * self._token_s
+        if n_tokens <= best.n_tokens or gained_s < self._size_of(n_tokens, cache) / self._bytes_per_s:
+            return best, None
+        return Offer("store", n_tokens), hit
+
+    def _size_of(self, n_tokens: int, cache: Cache) -> int:
+        cells = sum(sum(window.part_sizes) for window in cache.windows(n_tokens))
+        return cells + sum(cache.shape.state_sizes)
+
+    def load(self, timeline: Timeline, hit: Hit, n_tokens: int, prompt: np.ndarray, used: int) -> int:
+        """Make an emptied timeline hold the first tokens of a prompt; returns how many came back whole."""
+        cache, started = timeline.cache, time.perf_counter()
+        shape, sink = self._shape(cache), sessionstate.checkpoint_sink(cache)
+        try:
+            loaded = self.store.load(hit, n_tokens, shape, cache.windows(n_tokens), sink)
+        except StoreError as error:
+            self._log(f"store: {error}")
+            return 0
+        state = loaded.state
+        n_tokens = loaded.n_tokens if cache.shape.folds_nothing else state.position if state else 0
+        if not n_tokens:
+            return 0
+        snapshot = Snapshot(np.array(prompt[:n_tokens], np.int32), tuple(sink.arrays))
+        cache.rewind(snapshot)
+        timeline.drafted = hit.n_drafted >= n_tokens
+        if state:
+            timeline.checkpoints.add(snapshot, used, root=state.kind == ROOT)
+        seconds = time.perf_counter() - started
+        rate = self._size_of(n_tokens, cache) / seconds
+        self._bytes_per_s = OLD_SHARE * self._bytes_per_s + (1 - OLD_SHARE) * rate
+        self.counters = self.counters._replace(hits=self.counters.hits + 1, tokens=self.counters.tokens + n_tokens)
+        return n_tokens

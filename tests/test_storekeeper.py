@@ -1,0 +1,130 @@
+"""Conversations kept without being asked for, and resumed by any prompt that begins like them, to the same bits."""
+
+import os
+
+import numpy as np
+import pytest
+
+import disksystem
+import storekeeper
+from engine import ModelError, Session
+from given_engine import TURN, ask, ids, joined, new_engine, next_turn, trunk
+
+MODELS = [("llama", {}), ("qwen35", {"kv": "k8v4"}), ("qwen4exp", {"kv": "int8", "spec": 4}), ("qwen3next", {})]
+N = 300  # tokens of a first prompt
+
+
+def session(tmp_path, name="llama", **options) -> Session:
+    settings = {"store": str(tmp_path / "store"), "store_replay_s": 0, "session_min_free_mib": 0, "max_context": 1024}
+    return Session(new_engine(name, **(settings | options)))
+
+
+def never() -> bool:
+    return False
+
+
+def talk(chat: Session, turns: int, seed: int = 0, prompt=None) -> np.ndarray:
+    """Turns with time to rest behind each; returns the prompt of the turn behind them."""
+    prompt = joined(TURN, ids(N - 1, seed)) if prompt is None else prompt
+    for turn in range(turns):
+        prompt = next_turn(prompt, ask(chat, prompt, 6), seed + turn + 1)
+        chat.rest(never)
+    return prompt
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS)
+def test_a_conversation_goes_on_in_another_engine_as_if_it_had_never_stopped(name, options, tmp_path):
+    """No SAVE and no end: the first session is dropped as a killed process drops it."""
+    first = session(tmp_path, name, **options)
+    prompt = talk(first, 2)
+    n_held = first.n_tokens
+    expected = ask(first, prompt, 12)
+    again = session(tmp_path, name, **options)
+    reply = ask(again, prompt, 12)
+    assert (reply.tokens, reply.reused) == (expected.tokens, n_held)
+    assert again.keeper.counters.hits == 1
+    assert trunk(again) == trunk(first)
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS)
+def test_a_conversation_that_another_one_overwrote_is_there_again(name, options, tmp_path):
+    """Nothing is parked here, so that the store alone can have it."""
+    places = {"conversation_cache_mib": 0}, {"store": None}
+    chat, control = (session(tmp_path, name, **options, **place) for place in places)
+    first, second = talk(chat, 1, 0), talk(chat, 1, 70)
+    expected = [ask(control, p, 8).tokens for p in (first, second)]
+    replies = [ask(chat, p, 8) for p in (first, second)]
+    assert [reply.tokens for reply in replies] == expected
+    assert all(reply.reused >= N for reply in replies)
+
+
+def test_what_is_not_written_yet_is_written_before_it_is_overwritten(tmp_path):
+    chat = session(tmp_path, conversation_cache_mib=0)
+    prompt = joined(TURN, ids(N - 1))
+    following = next_turn(prompt, ask(chat, prompt, 6), 1)  # and no rest
+    ask(chat, joined(TURN, ids(N - 1, 50)), 6)
+    assert ask(session(tmp_path), following, 2).reused >= N
+
+
+def test_a_beginning_is_shared_and_a_turn_costs_a_turn(tmp_path):
+    chat = session(tmp_path, conversation_cache_mib=0)
+    prompt = talk(chat, 1)
+    first = chat.keeper.counters.written_bytes
+    talk(chat, 1, prompt=prompt)
+    grown = chat.keeper.counters.written_bytes - first
+    assert 0 < grown < first
+    root = joined(TURN, ids(N - 1))[:256]
+    assert ask(chat, joined(root, ids(60, 99)), 3).reused == 256
+
+
+@pytest.mark.parametrize("broken", ["cut", "flipped", "gone"])
+def test_damage_is_a_shorter_hit_and_the_answer_is_right(broken, tmp_path):
+    first = session(tmp_path)
+    prompt = talk(first, 1)
+    expected = ask(first, prompt, 8).tokens
+    again = session(tmp_path)
+    (path,) = (tmp_path / "store").glob("*.store")
+    data = bytearray(path.read_bytes())
+    if broken == "gone":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data if broken == "flipped" else data[: len(data) // 2])
+    reply = ask(again, prompt, 8)
+    assert (reply.tokens, reply.reused) == (expected, 0)
+
+
+def test_nothing_is_kept_of_short_ones_nor_where_nothing_is_to_be_kept(tmp_path):
+    chat = session(tmp_path)
+    ask(chat, joined(TURN, ids(100)), 4)
+    chat.rest(never)
+    ask(chat, joined(TURN, ids(N, 3)), 4, checkpoint=False)
+    chat.rest(never)
+    assert list((tmp_path / "store").glob("*.store")) == []
+
+
+def test_a_full_disk_costs_a_line_and_no_answer(tmp_path, monkeypatch):
+    lines = []
+    chat = session(tmp_path)
+    chat.keeper._log = lines.append
+    monkeypatch.setattr(disksystem.PosixSystem, "write", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+    prompt = talk(chat, 1)
+    assert chat.keeper.counters.failures == 1
+    assert "a conversation is not kept" in lines[0]
+    monkeypatch.undo()
+    assert ask(chat, prompt, 4).reused >= N
+    assert list((tmp_path / "store").glob("*.store")) == []
+
+
+def test_another_context_and_another_release_find_it_and_another_format_does_not(tmp_path, monkeypatch):
+    prompt = talk(session(tmp_path, "qwen35", kv="int8"), 1)
+    assert ask(session(tmp_path, "qwen35", kv="int8", max_context=2048), prompt, 2).reused >= N
+    assert ask(session(tmp_path, "qwen35", kv="k8v4"), prompt, 2).reused == 0
+    monkeypatch.setattr(storekeeper, "ARITHMETIC", storekeeper.ARITHMETIC + 1)
+    assert ask(session(tmp_path, "qwen35", kv="int8"), prompt, 2).reused == 0
+
+
+def test_a_folder_that_cannot_be_used_ends_the_start_with_one_line(tmp_path):
+    (tmp_path / "store").write_bytes(b"a file")
+    with pytest.raises(ModelError, match="--store: "):
+        session(tmp_path)
