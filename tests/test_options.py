@@ -10,6 +10,7 @@ from options import ALL_OPTIONS, EngineOptions, HttpOptions, OptionRefused, add_
 # A value of each option that is not its default.
 OTHERS = {
     "slot_save_path": "/",
+    "store": "/",
     "kv": "k8v4",
     "backend": "cpu",
     "activations": "float",
