@@ -1,8 +1,8 @@
-"""The README's table of measured figures and its plots, made from bench/results: one JSON file a machine.
+"""The table of measured figures in docs/figures.md and its plots, made from bench/results: one JSON file a machine.
 
 It owns how figures are shown; it measures nothing. A machine's file holds what the benches wrote with --json, each
 under its name. Every ratio says how many times better strata is, so that more is better in all rows. Invariant: what
-stands between the two marks of the README is what the files say, which --check proves. Read next: machine.py.
+stands between the two marks of that page is what the files say, which --check proves. Read next: machine.py.
 
 Usage: report.py               write the table and the plots
        report.py --check       compare the table, and see that every plot is there
@@ -17,7 +17,7 @@ import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "figures.md"
 RESULTS = ROOT / "bench" / "results"
 BEGIN = "<!-- figures: written by bench/report.py -->"
 END = "<!-- end of figures -->"
@@ -84,7 +84,7 @@ def _machine_section(machine: str, benches: dict) -> str:
     lines += [_row(name, row) for name, bench in benches.items() for row in bench["rows"]]
     for name, bench in benches.items():
         if bench.get("growth"):
-            lines += ["", f"![{name}: growth]({_plot_path(machine, name).relative_to(ROOT).as_posix()})"]
+            lines += ["", f"![{name}: growth](../{_plot_path(machine, name).relative_to(ROOT).as_posix()})"]
     return "\n".join([*lines, ""])
 
 
@@ -122,16 +122,16 @@ def _value(value: float | None, unit: str) -> str:
 def replaced(text: str, new: str) -> str:
     """A text with `new` between its marks."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ReportError(f"the README must have one line {BEGIN!r} and one {END!r} behind it")
+        raise ReportError(f"the page must have one line {BEGIN!r} and one {END!r} behind it")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{new}{END}{rest.split(END)[1]}"
 
 
-def check(readme: pathlib.Path, results: dict[str, dict]) -> None:
-    """Raise ReportError where the README's table is another one, or a plot is missing."""
-    text = readme.read_text()
+def check(page: pathlib.Path, results: dict[str, dict]) -> None:
+    """Raise ReportError where the page's table is another one, or a plot is missing."""
+    text = page.read_text()
     if text != replaced(text, section(results)):
-        raise ReportError("the README's table is not that of bench/results: run bench/report.py")
+        raise ReportError("the page's table is not that of bench/results: run bench/report.py")
     for path in (_plot_path(machine, name) for machine, name, _ in _plots(results)):
         if not path.exists():
             raise ReportError(f"{path.relative_to(ROOT)} is missing: run bench/report.py")
@@ -186,7 +186,7 @@ def draw(path: pathlib.Path, figures: dict) -> None:
 def main() -> None:
     """Write, check or add."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 where the README says otherwise")
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 where the page says otherwise")
     parser.add_argument("--add", metavar="MACHINE", help="name of the machine that the figures come from")
     parser.add_argument("files", metavar="FILE.json", nargs="*", help="with --add: what benches wrote with --json")
     args = parser.parse_args()
@@ -198,9 +198,9 @@ def main() -> None:
             return
         results = load_results(RESULTS)
         if args.check:
-            check(README, results)
+            check(PAGE, results)
             return
-        README.write_text(replaced(README.read_text(), section(results)))
+        PAGE.write_text(replaced(PAGE.read_text(), section(results)))
         for machine, name, figures in _plots(results):
             draw(_plot_path(machine, name), figures)
     except ReportError as error:

@@ -1,4 +1,4 @@
-"""What benches write down and how the README shows it: ratios, rows with gaps, the table and the plots of the tree."""
+"""What benches write down and how docs/figures.md shows it: ratios, rows with gaps, tables and plots of the tree."""
 
 import json
 import pathlib
@@ -38,7 +38,7 @@ def results(tmp_path):
 # --- The tree
 
 
-def test_the_readme_shows_the_figures_of_the_tree():
+def test_the_page_shows_the_figures_of_the_tree():
     ran = subprocess.run(
         [sys.executable, "bench/report.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -173,20 +173,20 @@ def test_a_file_that_is_no_json_is_named(tmp_path):
 
 
 def test_only_what_stands_between_the_marks_is_written(results, tmp_path):
-    readme = tmp_path / "README.md"
+    page = tmp_path / "figures.md"
     found = report.load_results(results("box", tokens=bench({"work": "a", "ours": 1.0, "unit": "s"})))
     before = f"# Title\n{report.BEGIN}\nold\n{report.END}\nrest\n"
-    readme.write_text(before)
+    page.write_text(before)
     with pytest.raises(report.ReportError, match="not that of bench/results"):
-        report.check(readme, found)
-    readme.write_text(report.replaced(before, report.section(found)))
-    report.check(readme, found)
-    assert readme.read_text().startswith(f"# Title\n{report.BEGIN}\n\nbox: ")
-    assert readme.read_text().endswith(f"| 1.000 s | – | – | – | – |\n{report.END}\nrest\n")
+        report.check(page, found)
+    page.write_text(report.replaced(before, report.section(found)))
+    report.check(page, found)
+    assert page.read_text().startswith(f"# Title\n{report.BEGIN}\n\nbox: ")
+    assert page.read_text().endswith(f"| 1.000 s | – | – | – | – |\n{report.END}\nrest\n")
 
 
-def test_a_readme_without_marks_is_refused():
-    with pytest.raises(report.ReportError, match="the README must have one line"):
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(report.ReportError, match="the page must have one line"):
         report.replaced("# Title\n", "")
 
 
@@ -197,13 +197,13 @@ def test_a_plot_that_is_not_there_is_missed(results, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     found = report.load_results(results("box", tokens=bench({"work": "a"}, growth=GROWTH)))
-    readme = tmp_path / "README.md"
-    readme.write_text(report.replaced(f"{report.BEGIN}\n{report.END}\n", report.section(found)))
-    assert "![tokens: growth](results/box-tokens.svg)" in readme.read_text()
+    page = tmp_path / "figures.md"
+    page.write_text(report.replaced(f"{report.BEGIN}\n{report.END}\n", report.section(found)))
+    assert "![tokens: growth](../results/box-tokens.svg)" in page.read_text()
     with pytest.raises(report.ReportError, match=r"results/box-tokens\.svg is missing"):
-        report.check(readme, found)
+        report.check(page, found)
     (tmp_path / "results" / "box-tokens.svg").touch()
-    report.check(readme, found)
+    report.check(page, found)
 
 
 def test_a_plot_is_the_same_each_time_and_its_text_is_text(tmp_path):

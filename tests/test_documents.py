@@ -200,7 +200,7 @@ def test_kinds_of_refusals():
 
 def test_numbers_in_the_text():
     assert f"The file's size less {layout.FRAME_BYTES}." in FORMAT_PAGE
-    assert f"for checkpoints, {layout.MIN_CHECKPOINT_BYTES} bytes" in FORMAT_PAGE.replace("\n", " ")
+    assert f"limited by {layout.MIN_CHECKPOINT_BYTES} bytes per checkpoint" in FORMAT_PAGE.replace("\n", " ")
     for mark, name in ((layout.START_MARK, "STRSESS"), (layout.END_MARK, "STRSEND")):
         assert mark == name.encode() + b"\x01"
         assert f"seven characters {name}" in FORMAT_PAGE
@@ -308,3 +308,19 @@ def test_names_in_a_store():
     assert storefolder.NAME.fullmatch(f"{'0a' * 8}-{'1b' * 4}.store")
     assert storefolder.DAMAGED.fullmatch(f"{'0a' * 8}-{'1b' * 4}.store.damaged")
     assert f".I {storefolder.LOCK_NAME}\n" in STORE_PAGE
+
+
+# --- strata-http.5 against the routes ---
+
+
+def test_the_page_of_routes_has_all_of_them():
+    """Placeholders of the page stand for those of the code; the one slot is named."""
+    page = (ROOT / "man/strata-http.5").read_text().split(".SH ROUTES\n")[1].split(".SH ")[0].replace("\\-", "-")
+    named = {(method, path) for method, paths in re.findall(r"^\.B ([A-Z]+) (.+)$", page, re.MULTILINE)
+             for path in paths.split(", ")}  # fmt: skip
+    source = (ROOT / "httproutes.py").read_text()
+    verbs_of = {"get": "GET", "post": "POST", '["DELETE"]': "DELETE"}
+    routes = re.findall(r'Route\("([^"]+)", .*methods=(.+?)\),?$', source, re.MULTILINE)
+    listed = {(verbs_of[methods], re.sub(r"\{(\w+)[^}]*\}", lambda m: {"slot": "0"}.get(m[1], m[1].upper()), path))
+              for path, methods in routes}  # fmt: skip
+    assert named == listed

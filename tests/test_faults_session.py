@@ -151,7 +151,7 @@ def test_a_restore_whose_nth_call_fails(code, live, blocks):
 def test_a_restore_of_what_is_not_cached_whose_nth_call_fails(available_bytes, code, live, blocks, monkeypatch):
     """Both ways of reading, on whatever file system: a direct transfer that is refused is repeated."""
     monkeypatch.setattr(blockfile, "_is_cached", lambda descriptor, size_bytes: False)
-    monkeypatch.setattr(blockfile, "_available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(disksystem, "_available_bytes", lambda: available_bytes)
     monkeypatch.setattr(disksystem.PosixSystem, "set_direct", lambda self, descriptor, on: None)
     repeated = {"read"} if code == errno.EINVAL and not available_bytes else set()
     assert failing_restores(live, code) == RESTORING - repeated

@@ -1,6 +1,6 @@
-"""What the file code decides on Windows, against a kernel32 that is played by a few lines over a dictionary.
+"""What the file code decides on Windows, against a kernel32 mocked by a few lines over a dictionary.
 
-The played one follows the documented contract of each function: handles, sharing, exclusive creation, links that are
+The mock follows the documented contract of each function: handles, sharing, exclusive creation, links that are
 opened themselves, counts by reference, GetLastError. It shows the decisions of the code, not the behaviour of Windows.
 """
 
@@ -31,7 +31,7 @@ NOT_FOUND, NO_PATH, DENIED, SHARED, EXISTS, FULL, END = 2, 3, 5, 32, 80, 112, 38
 
 @dataclass
 class Entry:
-    """A file of the played disk."""
+    """A file of the mock disk."""
 
     data: bytearray = field(default_factory=bytearray)
     attributes: int = 0x80
@@ -57,7 +57,7 @@ class PlayedKernel32:
         number, code = self._fail.get(name, (0, 0))
         if number and [call[0] for call in self.calls].count(name) == number:
             self._error = code
-            count("played Windows: a call fails")
+            count("mock Windows: a call fails")
             return True
         return False
 
@@ -262,7 +262,7 @@ def test_what_is_no_plain_file_is_refused_on_its_handle(change, reason, word, pl
     assert word in str(error)
     assert not kernel32.handles
     assert not [call for call in kernel32.calls if call[0] == "ReadFile"]
-    count("played Windows: a link, folder or device in place of the file")
+    count("mock Windows: a link, folder or device in place of the file")
 
 
 def test_the_folder_must_be_one(play):

@@ -1,4 +1,4 @@
-"""Run the tests that inject failures and print how many of each kind there were, as the table of the README.
+"""Run the tests that inject failures and print how many of each kind there were, as the table of docs/figures.md.
 
 Tests that show that a broken copy of the code is found are left out: their failures would be counted twice.
 
