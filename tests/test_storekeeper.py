@@ -1,6 +1,8 @@
 """Conversations kept without being asked for, and resumed by any prompt that begins like them, to the same bits."""
 
 import os
+import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import disksystem
 import storekeeper
 from engine import ModelError, Session
 from given_engine import TURN, ask, ids, joined, new_engine, next_turn, trunk
+from given_engineprocess import command, gen
 
 MODELS = [("llama", {}), ("qwen35", {"kv": "k8v4"}), ("qwen4exp", {"kv": "int8", "spec": 4}), ("qwen3next", {})]
 N = 300  # tokens of a first prompt
@@ -128,3 +131,52 @@ def test_a_folder_that_cannot_be_used_ends_the_start_with_one_line(tmp_path):
     (tmp_path / "store").write_bytes(b"a file")
     with pytest.raises(ModelError, match="--store: "):
         session(tmp_path)
+
+
+class Process:
+    """`strata --serve --store` in a process of its own."""
+
+    def __init__(self, folder):
+        flags = (f"--store={folder / 'store'}", "--store-replay-s=0", "--max-context=1024")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._run = subprocess.Popen(command("qwen4exp", folder, *flags), bufsize=0, **pipes)
+        self._until("READY")
+
+    def _until(self, *words: str) -> list[list[str]]:
+        lines = []
+        while not lines or lines[-1][0] not in words:
+            lines.append(self._run.stdout.readline().decode().split())
+            assert lines[-1], "the engine ended"
+        return lines
+
+    def ask(self, prompt, max_new: int) -> tuple[list[int], list[str]]:
+        """The tokens, and the fields of SOURCE."""
+        self._run.stdin.write(gen(prompt, max_new, "source=1 ").encode())
+        lines = self._until("DONE", "ERR")
+        (source,) = (line[1:] for line in lines if line[0] == "SOURCE")
+        return [int(line[1]) for line in lines if line[0] == "T"], source
+
+    def kill(self) -> None:
+        self._run.kill()
+        self._run.communicate()
+
+
+@pytest.mark.kills
+def test_conversations_in_turn_go_on_after_kill_9(tmp_path):
+    """Two in turn, each turn in a process that is killed once the one before it is on the disk."""
+    folder, control = tmp_path / "store", session(tmp_path, "qwen4exp", store=None, threads=1)
+    prompts = [joined(TURN, ids(N - 1, seed)) for seed in (0, 70)]
+    for turn in range(3):
+        for chat, prompt in enumerate(prompts):
+            before = set(folder.glob("*.store")) if folder.exists() else set()
+            process = Process(tmp_path)
+            tokens, (where, n_tokens, _) = process.ask(prompt, 6)
+            assert (where, int(n_tokens) >= N - 1) == (("store", True) if turn else ("none", False))
+            reply = ask(control, prompt, 6)
+            assert tokens == reply.tokens
+            prompts[chat] = next_turn(prompt, reply, 10 * chat + turn)
+            deadline = time.monotonic() + 60
+            while not set(folder.glob("*.store")) - before and time.monotonic() < deadline:
+                time.sleep(0.02)
+            process.kill()
+    assert not list(folder.glob("*.damaged"))
