@@ -194,7 +194,7 @@ class Conversations:
         if timeline is not self.live and timeline.complete:
             self.beside = timeline.copy()
         if self.keeper and request.checkpoint and self.held:
-            self.keeper.changed(self.held, self.cache)
+            self.keeper.changed(self.held, self.cache, request.label)
 
     def forget(self, resumed: Resumed) -> None:
         """Drop what a request that failed has used: its state may be what made it fail."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from httpanswer import CALL_MARKS, MARKS, THINK, AnswerParser, MarkPlaces, Part, ShownTokens, StopStrings
 from httpfields import ApiError, BadField, optional, shown
-from httpmessages import Chat, Tools, read_chat_body, read_tools
+from httpmessages import Chat, Tools, first_words, read_chat_body, read_tools
 from httpsampling import model_defaults, read_limit, read_sampling, read_stops, refuse_unsupported
 from httptools import ToolCall, bare_form, schemas_of
 from tokenizer import Prompt, Tokenizer, TokenizerError
-from verbs import SPARE_CELLS, Done, PromptProgress, Source, gen_line
+from verbs import SPARE_CELLS, Done, PromptProgress, Source, gen_line, label_key
 
 # Prompts of up to so many contexts are counted exactly when they are refused.
 FAR_TOO_LONG = 2
@@ -27,7 +27,7 @@ FAR_TOO_LONG = 2
 
 @dataclass
 class GenerationRequest:
-    """What a body asks for, checked; ``order`` makes it a GEN line."""
+    """What a body asks for, checked; ``line`` makes it a GEN line."""
 
     ids: list[int]
     max_new: int
@@ -46,18 +46,21 @@ class GenerationRequest:
     described: bool = False  # the prompt spells the marks of calls out, so that the model may do so as well
     schemas: dict[str, object] = field(default_factory=dict)
     bare_calls: str = ""
+    label: str = ""  # the first words of the conversation
     one_call: bool = False
     legacy_call: bool = False
     # What was done otherwise than asked, for a header of the answer and the log.
     notices: tuple[str, ...] = ()
 
-    def order(self, end_ids: frozenset[int]) -> str:
+    def line(self, end_ids: frozenset[int]) -> str:
         """The GEN line; the answer also stops at ``end_ids``."""
         keys: dict[str, object] = dict(self.sampling)
         if stop_ids := end_ids | self.stop_ids:
             keys["stop"] = ",".join(map(str, sorted(stop_ids)))
         if not self.kept:
             keys["ckpt"] = 0
+        if self.label:
+            keys["label"] = label_key(self.label)
         return gen_line(self.max_new, self.ids, keys | {"source": 1})
 
     def parser(self, token_marks: set[str]) -> AnswerParser:
@@ -80,6 +83,7 @@ def read_chat(body: dict, tokenizer: Tokenizer, n_ctx: int) -> GenerationRequest
     request.reasoning = body.get("reasoning_format") != "none"
     request.thinking = request.reasoning and (chat.thinking or prompt.text.rstrip().endswith(THINK))
     request.continued = bool(chat.mark)
+    request.label = first_words(chat.messages)
     request.notices, request.described = chat.notices, bool(chat.notices)
     _set_tools(request, tools, tokenizer)
     return request

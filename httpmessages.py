@@ -28,6 +28,7 @@ class Tools(NamedTuple):
     offered: list[dict]
     one_call: bool = False  # no more than one call in an answer
     legacy: bool = False  # the client knows `functions` and `function_call`
+MAX_SAID, MAX_WORDS = 400, 80  # characters that are looked at for a label, and those of one
 
 
 class Chat(NamedTuple):
@@ -112,6 +113,12 @@ def _with_calls_as_text(message: dict) -> dict:
 
 
 # --- Messages ---
+
+
+def first_words(messages: list[dict]) -> str:
+    """The start of what a user said first, on one line: by this a person knows a conversation again."""
+    said = next((message["content"] for message in messages if message["role"] == "user"), "")
+    return " ".join(said[:MAX_SAID].split())[:MAX_WORDS]
 
 
 def _messages(body: dict) -> list[dict]:

@@ -190,13 +190,13 @@ class Worker:
         return ({"done": {}},)
 
     def generate(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:
-        """A body to a request, its order for the engine and the ids of its prompt."""
+        """A body to a request, its GEN line and the ids of its prompt."""
         request = READERS[head["reader"]](self._body(body), self._tokenizer, head["n_ctx"])
-        order = request.order(self._tokenizer.end_ids).encode()
+        line = request.line(self._tokenizer.end_ids).encode()
         fields = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
         ids = array("i", fields.pop("ids")).tobytes()
         fields = {name: list(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
-        return {"done": fields}, [order, ids]
+        return {"done": fields}, [line, ids]
 
     def apply_template(self, head: dict, body: bytes) -> tuple[dict, list[bytes]]:
         return _json({"prompt": httpchat.render_chat(self._body(body), self._tokenizer)})

@@ -60,18 +60,19 @@ class Keeper:
         self._flush: Flush | None = None
         self._source: tuple[Timeline | Parked, int] | None = None  # whose cells the flush reads, and how many tokens
         self._cache: Cache | None = None
+        self._label = ""
         self._token_s, self._bytes_per_s = FIRST_TOKEN_S, FIRST_BYTES_PER_S
         self.counters = Counters()
 
     # --- writing
 
-    def changed(self, held: Timeline | Parked, cache: Cache) -> None:
+    def changed(self, held: Timeline | Parked, cache: Cache, label: str = "") -> None:
         """A conversation has an answer more; `cache` is the live one, which has the shape of all."""
         if held.n_tokens >= self._min_tokens:
             if self._waiting is not None and self._waiting is not held:
                 self._begin()  # the other one is written first
                 self._run()
-            self._waiting, self._cache = held, cache
+            self._waiting, self._cache, self._label = held, cache, label
 
     def step(self) -> bool:
         """Write a block; whether there is more to do."""
@@ -128,7 +129,7 @@ class Keeper:
             sessionstate.sources_of(held, self._cache),
             states,
             held.n_tokens if self._drafts and held.drafted else 0,
-            "",
+            self._label,
             int(self._replay_s / self._token_s),
         )
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, get_type_hints
+from urllib.parse import quote, unquote_to_bytes
 
 import numpy as np
 
@@ -38,7 +39,8 @@ VERBS = {
     "QUIT": "QUIT",
 }
 
-# The keys of a GEN line with the limits of their ranges; `stop` takes ids, and keys that are not known are skipped.
+# The keys of a GEN line with the limits of their ranges; `stop` takes ids, `label` percent-encoded
+# UTF-8, and keys that are not known are skipped.
 REAL_KEYS = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -50,6 +52,7 @@ REAL_KEYS = {
 SWITCHES = {"ckpt": "checkpoint", "cvec": "steered", "source": "source"}  # and the fields that they set
 WHOLE_KEYS = {"top_k": (0, MAX_INT32), "repeat_last_n": (0, MAX_INT32), "seed": (0, MAX_UINT64)}
 WHOLE_KEYS |= dict.fromkeys(SWITCHES, (0, 1))
+MAX_LABEL_BYTES = 512  # of a text that a list of conversations shows
 # How the reference engine's server spells some of them.
 REFERENCE_KEYS = {
     "penalty_repeat": "repeat_penalty",
@@ -105,6 +108,7 @@ class GenRequest(NamedTuple):
     checkpoint: bool = True  # False: nothing of this request is kept
     steered: bool = True  # whether the control vector is added, where one was loaded
     source: bool = False  # whether the request asks where its start came from
+    label: str = ""  # what a list of kept conversations shows of this one
 
 
 def gen_line(max_new: int, ids: Sequence[int], keys: Mapping[str, object] | None = None) -> str:
@@ -139,6 +143,8 @@ def _parse_gen(text: bytes) -> GenRequest:
             values[name] = _whole(key, value, *WHOLE_KEYS[name])
         elif name == "stop":
             values[name] = _ids(key, value).tolist()
+        elif name == "label":
+            values[name] = _label(value)
         ids_at = match.end()
     ids = rest[ids_at:]
     if not max_new or not ids.strip(b" "):
@@ -147,6 +153,7 @@ def _parse_gen(text: bytes) -> GenRequest:
     return GenRequest(
         max_new=_whole("max_new", max_new, 0, MAX_INT32),
         stop=frozenset(values.pop("stop", ())),
+        label=values.pop("label", ""),
         **{field: bool(values.pop(key)) for key, field in SWITCHES.items() if key in values},
         sampling=SamplingOptions(**values),
         prompt=_ids("ids", ids),
@@ -179,6 +186,21 @@ def _whole(name: str, text: bytes, low: int, high: int) -> int:
     if not (_WHOLE.fullmatch(text) and low <= int(text) <= high):
         raise RequestError(f"{name}: {quoted(text)} is not a whole number from {low} to {high}")
     return int(text)
+
+
+def label_key(text: str) -> str:
+    """A text as the value of the key `label`: cut to what may be, and percent-encoded."""
+    return quote(text.encode("utf-8", "replace")[:MAX_LABEL_BYTES].decode("utf-8", "ignore"), safe="")
+
+
+def _label(value: bytes) -> str:
+    text = unquote_to_bytes(value)
+    if len(text) > MAX_LABEL_BYTES:
+        raise RequestError(f"label: {len(text)} bytes, at most {MAX_LABEL_BYTES}")
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        raise RequestError(f"label: {quoted(value)} is no percent-encoded UTF-8") from None
 
 
 def _number(name: str, text: bytes, low: float, high: float) -> float:

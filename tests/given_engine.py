@@ -73,11 +73,12 @@ class Reply(NamedTuple):
 
 def ask(
     session: Session, prompt, max_new: int = 8, *, stopped=lambda: False, stop=(), checkpoint=True, steered=True,
-    source=False, **sampling,
+    source=False, label="", **sampling,
 ):  # fmt: skip
     """Run a request to its end and hold the order of its events and what they count against each other."""
     prompt = joined(prompt)
-    request = GenRequest(prompt, max_new, SamplingOptions(**sampling), frozenset(stop), checkpoint, steered, source)
+    sampled = SamplingOptions(**sampling)
+    request = GenRequest(prompt, max_new, sampled, frozenset(stop), checkpoint, steered, source, label)
     events = list(session.generate(request, stopped))
     done, tokens = events[-1], [event.id for event in events if isinstance(event, Token)]
     kinds = [type(event) for event in events]

@@ -224,11 +224,11 @@ def test_every_line_has_its_fields_in_the_page():
 
 
 def test_every_key_has_its_range_and_default_in_the_page():
-    defaults = vars(verbs.SamplingOptions()) | {"seed": "random", "stop": "none"}
+    defaults = vars(verbs.SamplingOptions()) | {"seed": "random", "stop": "none", "label": "none"}
     defaults |= {key: int(verbs.GenRequest._field_defaults[field]) for key, field in verbs.SWITCHES.items()}
     ranges = [(name, "number", *limits) for name, limits in verbs.REAL_KEYS.items()]
     ranges += [(name, "whole", *limits) for name, limits in verbs.WHOLE_KEYS.items()]
-    ranges += [("stop", "ids", 0, verbs.MAX_INT32)]
+    ranges += [("stop", "ids", 0, verbs.MAX_INT32), ("label", "text", 0, verbs.MAX_LABEL_BYTES)]
     expected = [[name, kind, *(str(end).removesuffix(".0") for end in (low, high, defaults[name]))]
                 for name, kind, low, high in ranges]  # fmt: skip
     assert table("Keys", VERBS_PAGE) == expected

@@ -114,9 +114,9 @@ def test_stop_strings_cut_like_a_search_in_the_whole_text(seed):
 # --- Requests ---
 
 
-def order(tokenizer, **body) -> list[str]:
+def gen_words(tokenizer, **body) -> list[str]:
     body.setdefault("messages", [{"role": "user", "content": "hi"}])
-    return httpchat.read_chat(body, tokenizer, N_CTX).order(tokenizer.end_ids).split(" ")
+    return httpchat.read_chat(body, tokenizer, N_CTX).line(tokenizer.end_ids).split(" ")
 
 
 def refusal(tokenizer, read=httpchat.read_chat, **body) -> str:
@@ -129,13 +129,13 @@ def refusal(tokenizer, read=httpchat.read_chat, **body) -> str:
 
 
 def test_a_request_without_wishes_is_sampled_and_as_long_as_the_context(tokenizer):
-    words = order(tokenizer)
+    words = gen_words(tokenizer)
     n_prompt = len(words[-1].split(","))
     assert words[:2] == ["GEN", str(N_CTX - 8 - n_prompt)]
     keys = dict(word.split("=") for word in words[2:-1])
     assert keys.pop("seed").isdigit()
     chosen = {"temperature": "0.8", "top_k": "40", "top_p": "0.95", "min_p": "0.05"}
-    assert keys == {**chosen, "stop": "257,258", "source": "1"}
+    assert keys == {**chosen, "stop": "257,258", "label": "hi", "source": "1"}
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_a_request_without_wishes_is_sampled_and_as_long_as_the_context(tokenize
     ],
 )
 def test_limits_on_the_answer(tokenizer, fields, limit):
-    words = order(tokenizer, **fields)
+    words = gen_words(tokenizer, **fields)
     assert int(words[1]) == (N_CTX - 8 - len(words[-1].split(",")) if limit is None else limit)
 
 
-def test_sampling_fields_reach_the_order(tokenizer):
-    words = order(
+def test_sampling_fields_reach_the_gen_line(tokenizer):
+    words = gen_words(
         tokenizer, temperature=0.7, top_p=0.9, top_k=-1, min_p=0, seed=3, repetition_penalty=1.1, repeat_last_n=-1
     )
     assert {"temperature=0.7", "top_p=0.9", "top_k=0", "min_p=0.0", "seed=3"} < set(words)
@@ -168,7 +168,8 @@ def test_sampling_fields_reach_the_order(tokenizer):
 
 
 def test_without_a_seed_sampling_differs_from_request_to_request(tokenizer):
-    seeds = {word for _ in range(4) for word in order(tokenizer, temperature=1, seed=-1) if word.startswith("seed=")}
+    words = [word for _ in range(4) for word in gen_words(tokenizer, temperature=1, seed=-1)]
+    seeds = {word for word in words if word.startswith("seed=")}
     assert len(seeds) > 1
 
 
@@ -228,7 +229,7 @@ def test_unknown_fields_and_empty_ones_are_ignored(tokenizer):
     }
     parts = [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "user", "content": parts}]
-    assert order(tokenizer, messages=messages, seed=1, **fields) == order(tokenizer, seed=1)
+    assert gen_words(tokenizer, messages=messages, seed=1, **fields) == gen_words(tokenizer, seed=1)
 
 
 def test_parts_of_a_message_are_lines_and_developers_are_the_system(tokenizer):

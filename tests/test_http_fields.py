@@ -35,7 +35,7 @@ def tokenizer(tmp_path_factory):
 
 
 def keys_of(tokenizer, **body) -> dict[str, str]:
-    words = httpchat.read_completion({"prompt": "hi", **body}, tokenizer, N_CTX).order(tokenizer.end_ids).split(" ")
+    words = httpchat.read_completion({"prompt": "hi", **body}, tokenizer, N_CTX).line(tokenizer.end_ids).split(" ")
     return dict(word.split("=") for word in words[2:-1])
 
 
@@ -436,13 +436,13 @@ def test_no_value_of_any_field_is_a_fault_of_the_server(tokenizer):
 
 
 def status_of(read, body: dict, tokenizer) -> int:
-    """That of a body which is read and, where nothing is wrong with it, made an order for the engine."""
+    """That of a body which is read and, where nothing is wrong with it, made a GEN line."""
     try:
         request = read(body, tokenizer, N_CTX)
     except ApiError as error:
         return error.status if json_bytes(error.body) else 0
     httpchat.AnswerReader(request, tokenizer)
-    parse_gen(request.order(tokenizer.end_ids).removeprefix("GEN ").encode())
+    parse_gen(request.line(tokenizer.end_ids).removeprefix("GEN ").encode())
     return 200
 
 

@@ -386,5 +386,5 @@ def test_a_stop_string_that_is_a_mark_of_turns_stops_at_its_token(with_tokens):
 
 def test_a_token_that_ends_the_answer_by_its_id_is_not_shown(with_tokens):
     body = {"messages": [{"role": "user", "content": "x"}], "stop_token_ids": [33]}
-    assert "stop=33,257,258" in httpchat.read_chat(body, with_tokens, N_CTX).order(with_tokens.end_ids).split(" ")
+    assert "stop=33,257,258" in httpchat.read_chat(body, with_tokens, N_CTX).line(with_tokens.end_ids).split(" ")
     assert answer_of(with_tokens, spelled("yes!"), stop_token_ids=[33]).content == "yes"

@@ -127,6 +127,14 @@ def test_another_context_and_another_release_find_it_and_another_format_does_not
     assert ask(session(tmp_path, "qwen35", kv="int8"), prompt, 2).reused == 0
 
 
+def test_the_label_of_a_conversation_is_that_of_its_latest_request(tmp_path):
+    chat = session(tmp_path)
+    ask(chat, joined(TURN, ids(N - 1)), 6, label="first words")
+    chat.rest(never)
+    (kept,) = chat.keeper.store.index.conversations()
+    assert (kept.last.file.head.label, kept.n_tokens, kept.is_whole) == ("first words", chat.n_tokens, True)
+
+
 def test_a_folder_that_cannot_be_used_ends_the_start_with_one_line(tmp_path):
     (tmp_path / "store").write_bytes(b"a file")
     with pytest.raises(ModelError, match="--store: "):

@@ -187,7 +187,7 @@ def test_keys_of_a_request():
 def test_a_request_without_keys_has_the_defaults():
     request = parse_gen(b"0 007,2147483647")
     assert request.prompt.tolist() == [7, 2**31 - 1]
-    assert request[1:] == (0, SamplingOptions(), frozenset(), True, True, False)
+    assert request[1:] == (0, SamplingOptions(), frozenset(), True, True, False, "")
 
 
 def test_the_keys_of_the_reference_do_what_they_say():
@@ -229,3 +229,16 @@ def test_id_lists_are_read_as_by_the_plain_form():
             found = None
         assert found == expected, text
     assert 500 < accepted < 4500
+
+
+@pytest.mark.parametrize("text", ["", "Hello, wörld = 100 %", "a b\nc", "\U0001f600" * 128])
+def test_a_label_comes_back_from_its_line(text):
+    line = verbs.gen_line(1, [1], {"label": verbs.label_key(text)})
+    assert parse_gen(line.removeprefix("GEN ").encode()).label == text
+
+
+@pytest.mark.parametrize(("value", "why"), [("%ff", "no percent-encoded UTF-8"), ("x" * 513, "at most 512")])
+def test_a_label_that_cannot_be_is_refused(value, why):
+    with pytest.raises(RequestError, match=why):
+        parse_gen(f"1 label={value} 1".encode())
+    assert len(verbs.label_key("ä" * 400)) == 3 * 2 * 256, "a longer text is cut between two characters"
