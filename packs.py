@@ -56,6 +56,11 @@ def _q4_1(blocks):
     return Fields(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2))
 
 
+def _q5_0(blocks):
+    high = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
+    return Fields(_nibbles(blocks[..., 6:]) | high << 4, _half(blocks, 0))
+
+
 def _k_scales(packed):
     """The eight 6-bit scales and minima of Q4_K and Q5_K out of their 12 bytes."""
     low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
@@ -138,6 +143,7 @@ KINDS = (
     Kind("Q8_0", 8, _q8_0, 34, (0,), zero=128, codes=32),
     Kind("Q4_0", 4, _q4_0, 18, (0,), zero=8, codes=32),
     Kind("Q4_1", 4, _q4_1, 20, (0, 2), codes=64, offset=32),
+    Kind("Q5_0", 5, _q5_0, 22, (0,), zero=16, codes=32),
     Kind("Q4_K", 4, _q4_k, 144, (0, 2), columns=256, codes=320, scales=64, offset=32, minima=192),
     Kind("Q5_K", 5, _q5_k, 176, (0, 2), columns=256, codes=320, scales=64, offset=32, minima=192),
     Kind("Q6_K", 6, _q6_k, 210, (208,), columns=256, zero=32, codes=288, scales=32, signed=True, halves=2),
