@@ -59,7 +59,7 @@ class Backend:
     # weights and products
     pack: Callable  # matrices of a file, as the products read them
     pack_experts: Callable  # the same for experts, which may wait elsewhere
-    place_experts: Callable  # decides which lie where; only of a backend with a memory of its own
+    place_experts: Callable | None  # decides which lie where; only of a backend with a memory of its own
     together: Callable  # packs that are multiplied with the same x
     gather_rows: Callable  # rows as float32
     matmul: Callable

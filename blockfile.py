@@ -34,6 +34,13 @@ Phase = Callable[[str, int], None]
 Check = Callable[[np.ndarray], None]
 
 
+def failure_kind(error: OSError) -> str:
+    """What a failed call means for a save: no room (storage), no memory (memory), or anything else (io)."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "storage"
+    return "memory" if error.errno == errno.ENOMEM else "io"
+
+
 class NotPlainFile(Exception):
     """The name is not that of a regular file with one name; `reason` says what it is."""
 

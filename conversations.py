@@ -101,9 +101,8 @@ class Conversations:
             return Resumed(self.live, NOTHING, 0)
         places = [*([self.beside] if self.beside else []), self.live, *reversed(self.parking.entries)]
         offer, diverged_at = best_offer(places, request.prompt, request.steered)
-        hit = None
         if self.keeper:
-            offer, hit = self.keeper.offer(request.prompt, request.steered, offer, self.cache)
+            offer = self.keeper.offer(request.prompt, request.steered, offer, self.cache)
             diverged_at = max(diverged_at, offer.n_tokens)
         self._explain(request, offer, diverged_at)
         if self.beside and request.checkpoint:
@@ -113,10 +112,9 @@ class Conversations:
             self.beside = None
         timeline, offer, back = self._make_room(request, offer)
         if self.keeper:
-            self.keeper.before_change(timeline, 0 if offer.parked or hit else offer.n_tokens)
-        if hit and offer.source == "store":
-            timeline.forget()
-            n_tokens = self.keeper.load(timeline, hit, offer.n_tokens, request.prompt, self.tick())
+            self.keeper.before_change(timeline, 0 if offer.comes_in else offer.n_tokens)
+        if offer.hit:
+            n_tokens = self.keeper.load(timeline, offer, request.prompt, self.tick())
             offer = offer._replace(n_tokens=n_tokens) if n_tokens else NOTHING
         else:
             timeline.take(offer, self.tick() if offer.record else 0)
@@ -131,7 +129,7 @@ class Conversations:
         than that runs beside it, and so does one of which nothing is to be kept.
         """
         live, kept = self.live, request.checkpoint
-        loss = live.n_tokens - (0 if offer.parked or offer.source == "store" else offer.n_tokens)
+        loss = live.n_tokens - (0 if offer.comes_in else offer.n_tokens)
         if kept and offer.parked in self.parking.entries and offer.is_whole:
             self.parking.remove(offer.parked)
         if not loss:
@@ -144,7 +142,7 @@ class Conversations:
         if beside is None:
             self._give_up(loss, "of the conversation held")
             return live, offer, None
-        return beside, offer if offer.parked or offer.source == "store" else NOTHING, None
+        return beside, offer if offer.comes_in else NOTHING, None
 
     def _give_up(self, n_tokens: int, which: str) -> None:
         parked = "too little RAM" if not self.parking.entries else "too little RAM, or what is parked is worth more"

@@ -3,7 +3,7 @@
 Owns the names of fields, their ranges and what is refused; refuses to know sockets, pipes and the queue. Invariant: a
 body that comes through here makes a GEN line that the engine accepts, for any other the client is told what is wrong.
 
-Read next: ``httpfront.py``, which calls this for each request; ``httpanswer.py``, which cuts answers into parts.
+Read next: ``httproutes.py``, which calls this for each request; ``httpanswer.py``, which cuts answers into parts.
 """
 
 import secrets

@@ -619,10 +619,6 @@ def greedy_with_share(logits):
 
 # --- the list -----------------------------------------------------------------------------------------------------
 
-def _place_experts(*_):
-    raise NotImplementedError("all experts lie where they are multiplied")
-
-
 def operations(n_threads: int) -> dict:
     """What a `backend.Backend` needs, by name, on a team of `n_threads`."""
     team = Team(n_threads)
@@ -642,7 +638,7 @@ def operations(n_threads: int) -> dict:
         **{function.__name__: function for function in alone},
         **{function.__name__: functools.partial(function, team=team) for function in shared_out},
         "pack_experts": cpuproducts.pack,
-        "place_experts": _place_experts,
+        "place_experts": None,
         "own_memory": False,
         "max_head": None,
         "max_state": None,

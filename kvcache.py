@@ -263,6 +263,10 @@ class Cache:
         """Bytes of pools and running state."""
         return sum(pool.size_bytes for pool in self._all_pools) + sum(array.nbytes for array in self.state.arrays)
 
+    def cell_bytes(self, n_tokens: int) -> int:
+        """Bytes of the cells of the first `n_tokens` tokens."""
+        return sum(sum(window.part_sizes) for window in self.windows(n_tokens))
+
     def windows(self, n_tokens: int) -> list[PoolWindow]:
         """Every layer's cells of the first `n_tokens` tokens, the draft layer last, in the order of a session file."""
         return [pool.window(n_tokens) for pool in self._all_pools]

@@ -125,7 +125,7 @@ class Timeline:
     @property
     def size_bytes(self) -> int:
         """Bytes that a copy takes."""
-        cells = sum(sum(window.part_sizes) for window in self.cache.windows(self.cache.n_tokens))
+        cells = self.cache.cell_bytes(self.cache.n_tokens)
         state = sum(array.nbytes for array in self.cache.state.arrays) + self.cache.ids.nbytes
         return cells + state + sum(checkpoint.snapshot.size_bytes for checkpoint in self.checkpoints.chain)
 
@@ -238,6 +238,12 @@ class Offer(NamedTuple):
     n_tokens: int
     record: Checkpoint | None = None
     parked: Parked | None = None
+    hit: object | None = None  # what a store found
+
+    @property
+    def comes_in(self) -> bool:
+        """Whether it is copied into the cache, so that nothing of what is live there stays."""
+        return self.parked is not None or self.hit is not None
 
     @property
     def is_whole(self) -> bool:

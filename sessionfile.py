@@ -7,7 +7,6 @@ Read next: sessionparse.py for the structure, blockfile.py for the disk, checksu
 """
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import blockfile
-from blockfile import BLOCK_BYTES, BlockReader, BlockWriter, Check, NotPlainFile, Phase, Progress
+from blockfile import BLOCK_BYTES, BlockReader, BlockWriter, Check, NotPlainFile, Phase, Progress, failure_kind
 from plainhash import hash64
 from sessioninfo import Peek, SessionInfo
 from sessionlayout import (
@@ -54,7 +53,6 @@ from sessionparse import Keep, Structure, check_size, check_trailer, read_header
 if TYPE_CHECKING:
     import checksum
 
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 # --- Checksums: the kernels are loaded when the first byte is hashed, as who only looks into files needs none ---
@@ -85,13 +83,12 @@ def _system_failures(step: Callable[[], str], writer: BlockWriter | None = None)
     except MemoryError as error:
         raise SessionError("memory", "memory", f"{step()}: not enough memory") from error
     except OSError as error:
-        kind = "storage" if error.errno in _STORAGE_ERRORS else "memory" if error.errno == errno.ENOMEM else "io"
         text = f"{step()}: {error.strerror or error}"
         if writer and writer.published:
             text += "; the new file has already replaced the old one"
         if writer and writer.leftover:
             text += f"; {writer.leftover}"
-        raise SessionError(kind, "os", text, published=bool(writer and writer.published)) from error
+        raise SessionError(failure_kind(error), "os", text, published=bool(writer and writer.published)) from error
 
 
 # --- Writing ---

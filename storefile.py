@@ -7,7 +7,6 @@ Read next: storelayout.py for the bytes, storefolder.py, which decides what is w
 """
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 import blockfile
-from blockfile import BlockReader, BlockWriter, Check, NotPlainFile, Progress
+from blockfile import BlockReader, BlockWriter, Check, NotPlainFile, Progress, failure_kind
 from storelayout import (
     CHECKSUM,
     END_MARK,
     HASH_BYTES,
     HEADER,
     Head,
+    Header,
     Segment,
     Shape,
     StoreError,
@@ -34,7 +34,6 @@ from storelayout import (
 )
 
 HEAD_READ = 1 << 16  # bytes of a file that are read at once for its head: those of a turn are in it
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -51,8 +50,7 @@ def system_failures(path: str, step: Callable[[], str]) -> Iterator[None]:
     except FileNotFoundError as error:
         raise StoreError("io", "gone", path, f"{step()}: it is gone") from error
     except OSError as error:
-        kind = "storage" if error.errno in _STORAGE_ERRORS else "memory" if error.errno == errno.ENOMEM else "io"
-        raise StoreError(kind, "os", path, f"{step()}: {error.strerror or error}") from error
+        raise StoreError(failure_kind(error), "os", path, f"{step()}: {error.strerror or error}") from error
 
 
 def _hash64(seed: int):
@@ -106,7 +104,7 @@ class StoreWriter:
         """`sources` are those of every segment and then of every state of the head."""
         self.path, self.head = path, head
         raw = pack_head(head)
-        self.hash = raw[HEADER.size : HEADER.size + HASH_BYTES]
+        self.hash = _hash_in(raw)
         for size, pulls in zip(head.sizes, sources, strict=True):
             assert size == sum(pull.size for pull in pulls), "a source has another size than its piece"
         frame = [arrays_of([np.frombuffer(data, np.uint8)]) for data in (raw, END_MARK)]
@@ -196,12 +194,22 @@ def read_head(path: str) -> Found:
         status = blockfile.system.status(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             raise NotPlainFile("not-regular", "it is no regular file with one name")
-        raw = _read(descriptor, 0, min(status.st_size, HEAD_READ), path)
-        header = parse_header(raw, status.st_size, path)
-        rest = HEADER.size + HASH_BYTES + header.table_bytes - len(raw)
-        raw += _read(descriptor, len(raw), rest, path) if rest > 0 else b""
+        raw, header = _raw_head(lambda offset, size: _read(descriptor, offset, size, path), status.st_size, path)
     head = parse_head(raw, header, path)
-    return Found(head, raw[HEADER.size : HEADER.size + HASH_BYTES], status.st_size, status.st_mtime_ns)
+    return Found(head, _hash_in(raw), status.st_size, status.st_mtime_ns)
+
+
+def _raw_head(read: Callable[[int, int], bytes], size: int, path: str) -> tuple[bytes, Header]:
+    """The bytes of a head, with one `read(offset, size)` unless it is long, and its header."""
+    raw = read(0, min(size, HEAD_READ))
+    header = parse_header(raw, size, path)
+    rest = HEADER.size + HASH_BYTES + header.table_bytes - len(raw)
+    return raw + read(len(raw), rest) if rest > 0 else raw, header
+
+
+def _hash_in(raw: bytes) -> bytes:
+    """The hash of header and table, where a head has it."""
+    return raw[HEADER.size : HEADER.size + HASH_BYTES]
 
 
 def _read(descriptor: int, offset: int, size: int, path: str) -> bytes:
@@ -233,11 +241,8 @@ class StoreReader:
         with contextlib.ExitStack() as undo, self._failures():
             self._reader = undo.enter_context(BlockReader(self.path))
             size = self._reader.size_bytes
-            raw = self._reader.read_at(0, min(size, HEAD_READ))
-            header = parse_header(raw, size, self.path)
-            rest = HEADER.size + HASH_BYTES + header.table_bytes - len(raw)
-            raw += self._reader.read_at(len(raw), rest) if rest > 0 else b""
-            self.hash = raw[HEADER.size : HEADER.size + HASH_BYTES]
+            raw, header = _raw_head(self._reader.read_at, size, self.path)
+            self.hash = _hash_in(raw)
             if self._expected not in (None, self.hash):
                 raise StoreError("invalid", "changed", self.path, "another file has got this name")
             self.head = parse_head(raw, header, self.path)

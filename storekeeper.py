@@ -19,7 +19,6 @@ from kvcache import Cache, Snapshot
 from promptcache import Offer, Parked, Timeline
 from storeflush import Flush, Kept, OfferedState
 from storefolder import Store
-from storeindex import Hit
 from storelayout import ROOT, TURN, Shape, StoreError
 
 # Raised when, and only when, the same tokens leave other bits in pools or state.
@@ -34,6 +33,11 @@ def identity_of(model: int, config: Config) -> bytes:
     switches = (*config.switches, ("arithmetic", ARITHMETIC))
     arithmetic = config._replace(engine="", max_context=0, kv_resident=0, mtp_window=0, switches=switches)
     return struct.pack("<QQ16x", model, config_fingerprint(arithmetic))
+
+
+def _blended(old: float, new: float) -> float:
+    """A rate that follows what is measured, without jumping with each of it."""
+    return OLD_SHARE * old + (1 - OLD_SHARE) * new
 
 
 class Counters(NamedTuple):
@@ -70,8 +74,7 @@ class Keeper:
         """A conversation has an answer more; `cache` is the live one, which has the shape of all."""
         if held.n_tokens >= self._min_tokens:
             if self._waiting is not None and self._waiting is not held:
-                self._begin()  # the other one is written first
-                self._run()
+                self.finish()  # the other one is written first
             self._waiting, self._cache, self._label = held, cache, label
 
     def step(self) -> bool:
@@ -97,31 +100,20 @@ class Keeper:
         if waits or reads:
             self.finish()
 
-    def _run(self) -> None:
-        while self._flush is not None:
-            self.step()
-
     def _begin(self) -> None:
         held, self._waiting = self._waiting, None
-        if held is None or held.n_tokens < self._min_tokens:
+        if held is None or held.n_tokens < self._min_tokens:  # it was cut since, or is forgotten
             return
-        if self._flush is not None:
-            self._run()
-        try:
-            kept = self._kept(held)
-            self.store.live = (kept.identity, kept.ids)
-            flush = Flush(self.store, kept)
-        except self._errors as error:
-            self._failed(error)
-            return
-        if flush.size_bytes:
-            self._flush, self._source = flush, (held, len(kept.ids))
+        kept = self._kept(held)
+        self.store.live = (kept.identity, kept.ids)
+        self._flush, self._source = Flush(self.store, kept), (held, len(kept.ids))
 
     def _kept(self, held: Timeline | Parked) -> Kept:
-        live = [] if held.folds_nothing else [(held.n_tokens, held.live_arrays(), TURN)]
-        chain = [] if held.folds_nothing else held.checkpoints.chain
-        turns = [(c.n_tokens, c.snapshot.arrays, ROOT if c.root else TURN) for c in chain if c.root or c is chain[-1]]
-        states = [OfferedState(*state) for state in (*turns, *live) if state[0]]
+        states = []
+        if not held.folds_nothing:
+            chain = [c for c in held.checkpoints.chain if c.root or c is held.checkpoints.deepest()]
+            states = [OfferedState(c.n_tokens, c.snapshot.arrays, ROOT if c.root else TURN) for c in chain]
+            states.append(OfferedState(held.n_tokens, held.live_arrays(), TURN))
         return Kept(
             self._identity(held.steered),
             self._shape(self._cache),
@@ -138,7 +130,8 @@ class Keeper:
 
     def _ended(self) -> None:
         c, size_bytes = self.counters, self._flush.size_bytes
-        self.counters = c._replace(written_bytes=c.written_bytes + size_bytes, flushes=c.flushes + 1)
+        if size_bytes:  # else the store had it all
+            self.counters = c._replace(written_bytes=c.written_bytes + size_bytes, flushes=c.flushes + 1)
         self._flush = self._source = None
 
     def _failed(self, error: Exception) -> None:
@@ -152,15 +145,15 @@ class Keeper:
 
     def read_prompt(self, n_tokens: int, seconds: float) -> None:
         """So many prompt tokens took so long to read: what a hit saves is measured against it."""
-        self._token_s = OLD_SHARE * self._token_s + (1 - OLD_SHARE) * seconds / n_tokens
+        self._token_s = _blended(self._token_s, seconds / n_tokens)
 
-    def offer(self, prompt: np.ndarray, steered: bool, best: Offer, cache: Cache) -> tuple[Offer, Hit | None]:
+    def offer(self, prompt: np.ndarray, steered: bool, best: Offer, cache: Cache) -> Offer:
         """The better of an offer of memory and what the store holds of a prompt."""
         try:
             hit = self.store.lookup(self._identity(steered), prompt)
         except StoreError as error:
             self._log(f"store: {error}")
-            return best, None
+            return best
         n_tokens = min(hit.n_tokens, len(prompt) - 1)
         if not cache.shape.folds_nothing:
             positions = [place.piece.position for place in hit.states if place.piece.position <= n_tokens]
@@ -168,15 +161,16 @@ class Keeper:
         n_tokens = min(n_tokens, cache.shape.n_cells)
         gained_s = (n_tokens - best.n_tokens) * self._token_s
         if n_tokens <= best.n_tokens or gained_s < self._size_of(n_tokens, cache) / self._bytes_per_s:
-            return best, None
-        return Offer("store", n_tokens), hit
+            return best
+        return Offer("store", n_tokens, hit=hit)
 
     def _size_of(self, n_tokens: int, cache: Cache) -> int:
-        cells = sum(sum(window.part_sizes) for window in cache.windows(n_tokens))
-        return cells + sum(cache.shape.state_sizes)
+        return cache.cell_bytes(n_tokens) + sum(cache.shape.state_sizes)
 
-    def load(self, timeline: Timeline, hit: Hit, n_tokens: int, prompt: np.ndarray, used: int) -> int:
-        """Make an emptied timeline hold the first tokens of a prompt; returns how many came back whole."""
+    def load(self, timeline: Timeline, offer: Offer, prompt: np.ndarray, used: int) -> int:
+        """Make a timeline hold what was offered of a prompt, and nothing else; returns how many tokens came back."""
+        timeline.forget()
+        hit, n_tokens = offer.hit, offer.n_tokens
         cache, started = timeline.cache, time.perf_counter()
         shape, sink = self._shape(cache), sessionstate.checkpoint_sink(cache)
         try:
@@ -194,7 +188,6 @@ class Keeper:
         if state:
             timeline.checkpoints.add(snapshot, used, root=state.kind == ROOT)
         seconds = time.perf_counter() - started
-        rate = self._size_of(n_tokens, cache) / seconds
-        self._bytes_per_s = OLD_SHARE * self._bytes_per_s + (1 - OLD_SHARE) * rate
+        self._bytes_per_s = _blended(self._bytes_per_s, self._size_of(n_tokens, cache) / seconds)
         self.counters = self.counters._replace(hits=self.counters.hits + 1, tokens=self.counters.tokens + n_tokens)
         return n_tokens

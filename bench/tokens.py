@@ -85,6 +85,8 @@ class Comparison:
 
     def decode_s(self, server: Server, depth: int, n_new: int) -> float:
         """Seconds a token behind a prompt that is held but for its last token."""
+        if n_new > depth:  # an answer that is worth more than its prompt stays held, and the prompt is read beside it
+            self.cold_s(server, depth)
         return server.turn(self.ids[:depth], n_new, depth - 1).seconds / n_new
 
     def restored_s(self, server: Server) -> float:

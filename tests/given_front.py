@@ -211,3 +211,13 @@ def alive(pid: int) -> bool:
 
 def slot(front) -> dict:
     return front.get("/slots").json()[0]
+
+
+def error_of(answer, status: int) -> dict:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert error["code"] == status
+    assert isinstance(error["message"], str)
+    assert error["type"]
+    return error

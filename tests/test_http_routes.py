@@ -8,7 +8,7 @@ import openai
 import pytest
 
 import sessionfolder
-from given_front import RunningFront, events, write_tokenizer_model
+from given_front import RunningFront, error_of, events, write_tokenizer_model
 from sessionfolder import check_filename
 
 ORIGIN = "https://app.example"
@@ -33,16 +33,6 @@ def locked(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("locked")
     with RunningFront(folder, model, api_key="sesame", trusted_origins=(ORIGIN,)) as front:
         yield front
-
-
-def error_of(answer, status: int) -> dict:
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    error = answer.json()["error"]
-    assert error["code"] == status
-    assert isinstance(error["message"], str)
-    assert error["type"]
-    return error
 
 
 def tree_of(folder) -> list[str]:

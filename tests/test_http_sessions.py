@@ -6,18 +6,8 @@ import os
 import pytest
 
 import sessionfolder
+from given_front import error_of
 from given_images import write_empty_session
-
-
-def error_of(answer, status: int) -> dict:
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/json"
-    error = answer.json()["error"]
-    assert error["code"] == status
-    assert isinstance(error["message"], str)
-    assert error["type"]
-    return error
-
 
 # --- Saved sessions ---
 

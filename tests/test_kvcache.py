@@ -240,7 +240,7 @@ def test_only_commit_rewind_and_zero_move_the_number_of_tokens():
     with pytest.raises(ValueError, match="read-only"):
         cache.ids[0] = 7
     public = {name for name in dir(Cache) if not name.startswith("_")}
-    assert public == {"n_tokens", "ids", "size_bytes", "windows", "capture", "commit", "rewind", "zero"}
+    assert public == {"n_tokens", "ids", "size_bytes", "cell_bytes", "windows", "capture", "commit", "rewind", "zero"}
     before = cache.n_tokens
     cache.windows(2)
     cache.capture()
