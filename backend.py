@@ -130,16 +130,22 @@ def load(asked: str, n_threads: int, log: Callable[[str], None]) -> Backend:
 
     Raises BackendError where there is no such device.
     """
-    if asked != "cpu":
-        reason = _why_no_device()
-        if reason is None:
-            import kernels_cuda
+    if choose(asked, log) == "cpu":
+        return _closing(Backend("cpu", n_threads, **kernels_cpu.operations(n_threads)))
+    if reason := _why_no_device():
+        raise BackendError(f"no CUDA backend: {reason}")
+    import kernels_cuda
 
-            return _closing(Backend("cuda", n_threads, **kernels_cuda.operations()))
-        if asked == "cuda":
-            raise BackendError(f"no CUDA backend: {reason}")
+    return _closing(Backend("cuda", n_threads, **kernels_cuda.operations()))
+
+
+def choose(asked: str, log: Callable[[str], None]) -> str:
+    """The name of the backend for `asked`; auto is cuda where there is a device, else it says why not."""
+    if asked != "auto":
+        return asked
+    if reason := _why_no_device():
         log(f"{reason}: computing on the CPU")
-    return _closing(Backend("cpu", n_threads, **kernels_cpu.operations(n_threads)))
+    return "cpu" if reason else "cuda"
 
 
 def _closing(loaded: Backend) -> Backend:

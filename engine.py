@@ -29,7 +29,7 @@ from kvcache import Cache
 from model import Model
 from modelconfig import ModelConfig, ModelError
 from modelfile import GgufError, embedded_model
-from modelweights import load_model
+from modelweights import LoadedModel, describe_model, load_model
 from options import DEFAULT_CONTEXT, DEFAULT_WINDOW, VERSION, EngineOptions
 from promptcache import Parked, Timeline, common_start
 from sessionfile import SessionReader, read_tokens, write_session
@@ -80,7 +80,7 @@ class Engine:
     options: EngineOptions
     config: ModelConfig
     ops: backend.Backend
-    model: Model
+    model: Model | None  # None where nothing is computed
     end_ids: frozenset[int]  # tokens that end an answer
     turn_start_id: int | None
     max_context: int
@@ -88,19 +88,15 @@ class Engine:
     spec: int  # tokens that the model is asked about at once, 1 without a draft layer
     cvec_digest: int  # of the control vector, 0 without one
     identification: Identification
-    experts: object | None  # where a device has room for some of them
-    expert_profile: ExpertProfile | None
     log: Callable[[str], None]
+    experts: object | None = None  # where a device has room for some of them
+    expert_profile: ExpertProfile | None = None
 
     @classmethod
     def load(cls, options: EngineOptions, log: Callable[[str], None] = lambda line: None) -> "Engine":
         """Load model and settings; raises ModelError with one line that says what is wrong."""
-        try:
-            path = options.model or embedded_model()
-        except GgufError as error:
-            raise ModelError(str(error)) from error
         notes: list[str] = []
-        ops = _load_backend(options, notes.append)
+        path, ops = _model_path(options), _load_backend(options, notes.append)
         try:
             file = load_model(path, ops, log, round_x=options.activations == "int8")
             ops.check_widths(file.config.head_dim, file.config.idx_dim, file.config.gdn_state)
@@ -110,34 +106,48 @@ class Engine:
             raise ModelError(f"the weights do not fit the device ({error}): use --backend cpu") from error
         for note in notes:  # not before a model that cannot be used has had its one line
             log(note)
+        engine, directions = cls._set_up(options, file, ops, ops.name, log)
+        config, identification = file.config, engine.identification
+        if parts := _experts_to_place(options, ops, file.weights.expert_parts, log):
+            profile = _expert_profile(options.expert_profile_save, identification, len(parts), config.n_expert, log)
+            engine.expert_profile = profile
+            engine.experts = _place_experts(options, ops, parts, profile, engine.cache_bytes(engine.max_context), log)
+        engine.model = Model(config, file.weights, ops, directions)  # behind the experts, whose places it takes over
+        return engine
+
+    @classmethod
+    def outline(cls, options: EngineOptions, log: Callable[[str], None] = lambda line: None) -> "Engine":
+        """The same without weights and on the CPU: it identifies, holds and moves conversations, and computes nothing.
+
+        Conversations are those of an engine with these options, also on a device that is not here.
+        """
+        ops, name = backend.load("cpu", 1, log), backend.choose(options.backend, lambda why: None)
+        return cls._set_up(options, describe_model(_model_path(options)), ops, name, log)[0]
+
+    @classmethod
+    def _set_up(cls, options: EngineOptions, file: LoadedModel, ops: backend.Backend, backend_name: str, log):
+        """An engine without its weights, and the directions of the control vector."""
         config = file.config
         max_context = _max_context(options.max_context, config.n_ctx, log)
         cell_format = _cell_format(options.kv, config.head_dim)
         spec = _window(options.spec, config.n_draft, log)
         directions, cvec_digest = _load_directions(options.control_vector, config)
-        configuration = _configuration(options, config, ops.name, max_context, spec, cvec_digest)
-        identification = Identification(file.paths, configuration)
-        experts = profile = None
-        if parts := _experts_to_place(options, ops, file.weights.expert_parts, log):
-            profile = _expert_profile(options.expert_profile_save, identification, len(parts), config.n_expert, log)
-            reserved = config.cache_shape(max_context, cell_format).device_bytes(options.kv_resident)
-            experts = _place_experts(options, ops, parts, profile, reserved, log)
-        return cls(
+        configuration = _configuration(options, config, backend_name, max_context, spec, cvec_digest)
+        engine = cls(
             options=options,
             config=config,
             ops=ops,
-            model=Model(config, file.weights, ops, directions),  # behind the experts, whose places it takes over
+            model=None,
             end_ids=file.end_ids,
             turn_start_id=file.turn_start_id,
             max_context=max_context,
             cell_format=cell_format,
             spec=spec,
             cvec_digest=cvec_digest,
-            identification=identification,
-            experts=experts,
-            expert_profile=profile,
+            identification=Identification(file.paths, configuration),
             log=log,
         )
+        return engine, directions
 
     @property
     def n_vocab(self) -> int:
@@ -185,7 +195,8 @@ class Engine:
 
         Raises ModelError where the device has no room for them.
         """
-        n_tokens, n_resident = n_tokens or self.max_context, self.options.kv_resident
+        n_tokens = n_tokens or self.max_context
+        n_resident = self.options.kv_resident if self.ops.own_memory else 0
         shape = self.config.cache_shape(n_tokens, self.cell_format)
         try:
             return Cache(shape, self.ops, n_resident)
@@ -225,6 +236,13 @@ def _configuration(options: EngineOptions, c: ModelConfig, backend_name, max_con
         cvec=cvec_digest,
         switches=[("activations_int8", int(options.activations == "int8"))],
     )
+
+
+def _model_path(options: EngineOptions) -> str:
+    try:
+        return options.model or embedded_model()
+    except GgufError as error:
+        raise ModelError(str(error)) from error
 
 
 def _load_backend(options: EngineOptions, log) -> backend.Backend:

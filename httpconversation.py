@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from httpanswer import END_THINK, THINK
+from httpmessages import MAX_SAID, first_words, label_of
 from tokenizer import Tokenizer
 
 
@@ -47,6 +48,12 @@ def conversation(ids: Sequence[int], tokenizer: Tokenizer) -> dict:
     messages = read_messages(ids, tokenizer)
     known = {"messages": messages} if messages is not None else {"messages": None, "text": tokenizer.decode(ids)}
     return {"id_slot": 0, "n_tokens": len(ids), **known}
+
+
+def first_words_of(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """By what a person knows a conversation again."""
+    messages = read_messages(ids, tokenizer)
+    return first_words(messages) if messages else label_of(tokenizer.decode(ids[:MAX_SAID], special=False))
 
 
 def read_messages(ids: Sequence[int], tokenizer: Tokenizer) -> list[dict] | None:

@@ -117,8 +117,12 @@ def _with_calls_as_text(message: dict) -> dict:
 
 def first_words(messages: list[dict]) -> str:
     """The start of what a user said first, on one line: by this a person knows a conversation again."""
-    said = next((message["content"] for message in messages if message["role"] == "user"), "")
-    return " ".join(said[:MAX_SAID].split())[:MAX_WORDS]
+    return label_of(next((message["content"] for message in messages if message["role"] == "user"), ""))
+
+
+def label_of(text: str) -> str:
+    """The start of a text on one line."""
+    return " ".join(text[:MAX_SAID].split())[:MAX_WORDS]
 
 
 def _messages(body: dict) -> list[dict]:

@@ -202,10 +202,10 @@ class Draft:
 
 
 class LoadedModel(NamedTuple):
-    """A loaded model: hyper-parameters, weights, the files they came from, and the tokens that steer a conversation."""
+    """A model: hyper-parameters, weights, the files they came from, and the tokens that steer a conversation."""
 
     config: ModelConfig
-    weights: "Weights"
+    weights: "Weights | None"  # None where only the rest was asked for
     paths: list[str]
     end_ids: frozenset[int]
     turn_start_id: int | None
@@ -233,18 +233,30 @@ class Weights:
 # --- files to weights ---------------------------------------------------------------------------------------------
 
 
-def load_model(path, ops, log, *, round_x: bool = False) -> LoadedModel:
-    """Load a GGUF file, or all parts of a split one whose first is named.
+def describe_model(path) -> LoadedModel:
+    """What a GGUF file, or all parts of a split one whose first is named, say of a model; no weight is read."""
+    return _read_description(path)[0]
 
-    `ops` is the backend that will multiply; `log` gets one line a note.
-    `round_x` lets products with integer codes round their input to int8.
-    """
+
+def _read_description(path) -> tuple[LoadedModel, dict]:
+    """The same, and the tensors by name."""
     try:
         readers, paths = _open_parts(path)
     except GgufError as error:
         raise ModelError(str(error)) from error
     tensors = _tensors(path, readers)
     config = read_config(path, readers[0].fields, tensors)
+    return LoadedModel(config, None, paths, *_conversation_ids(path, readers[0].fields)), tensors
+
+
+def load_model(path, ops, log, *, round_x: bool = False) -> LoadedModel:
+    """Load a GGUF file, or all parts of a split one whose first is named.
+
+    `ops` is the backend that will multiply; `log` gets one line a note.
+    `round_x` lets products with integer codes round their input to int8.
+    """
+    described, tensors = _read_description(path)
+    config = described.config
     loader = Loader(path, tensors, ops, log, round_x)
     try:
         weights = _load_weights(config, loader)
@@ -253,7 +265,7 @@ def load_model(path, ops, log, *, round_x: bool = False) -> LoadedModel:
     # The draft block may hold what its use here has no need of: an indexer, an embedding of its own.
     loader.check_all_used(f"blk.{config.n_layers}." if config.n_draft else None)
     loader.report()
-    return LoadedModel(config, weights, paths, *_conversation_ids(path, readers[0].fields))
+    return described._replace(weights=weights)
 
 
 def _conversation_ids(path, fields) -> tuple[frozenset[int], int | None]:

@@ -9,7 +9,7 @@ have taken. Read next: engine.py, which is started with the one; httpoptions.py,
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -249,6 +249,12 @@ class HttpOptions(_Record):
 ALL_OPTIONS = options_of(EngineOptions) + options_of(HttpOptions)
 
 
+# What decides whether a conversation belongs to an engine.
+IDENTITY_OPTIONS = (
+    "model", "max_context", "kv", "kv_resident", "backend", "spec", "control_vector", "activations",
+)  # fmt: skip
+
+
 # --- The command line and the config file ---
 
 
@@ -256,19 +262,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Every option as an argument of a parser; what is not given stays away from its result."""
     engine = parser.add_argument_group("options of --serve")
     front = parser.add_argument_group("options of --serve with --http")
-    for group, record in ((engine, EngineOptions), (front, HttpOptions)):
-        for option in options_of(record):
-            group.add_argument(
-                option.flag,
-                dest=f"serve_{option.name}",
-                default=argparse.SUPPRESS,
-                type=option.convert,
-                metavar=option.metavar,
-                help=option.help,
-            )
+    _add(engine, options_of(EngineOptions), "serve")
+    _add(front, options_of(HttpOptions), "serve")
     for name in SPLIT_OPTIONS:
         flag = "--" + name.replace("_", "-")
         engine.add_argument(flag, nargs="*", action=_RefuseSplit, help=argparse.SUPPRESS)
+
+
+def _add(group, options: Iterable[Option], prefix: str) -> None:
+    for option in options:
+        group.add_argument(
+            option.flag,
+            dest=f"{prefix}_{option.name}",
+            default=argparse.SUPPRESS,
+            type=option.convert,
+            metavar=option.metavar,
+            help=option.help,
+        )
+
+
+def add_identity_arguments(parser: argparse.ArgumentParser, *more: str) -> None:
+    """The options that decide to which engine a conversation belongs, and some more, for a command."""
+    named = [option for option in options_of(EngineOptions) if option.name in {*IDENTITY_OPTIONS, *more}]
+    _add(parser.add_argument_group("options that the engine has"), named, "engine")
+
+
+def read_identity_options(args: argparse.Namespace, **more) -> EngineOptions:
+    """What `add_identity_arguments` has taken, with some fields more."""
+    names = [option.name for option in options_of(EngineOptions) if hasattr(args, f"engine_{option.name}")]
+    return EngineOptions(**{name: getattr(args, f"engine_{name}") for name in names} | more)
 
 
 class _RefuseSplit(argparse.Action):

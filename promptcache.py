@@ -113,11 +113,6 @@ class Timeline:
     def steered(self) -> bool:
         return self.cache.steered
 
-    @property
-    def folds_nothing(self) -> bool:
-        """Whether there is no state beside the cells."""
-        return self.cache.shape.folds_nothing
-
     def live_arrays(self) -> tuple[np.ndarray, ...]:
         """A copy of the running state."""
         return self.cache.state.capture()
@@ -196,9 +191,8 @@ class Parked:
         return self.live.snapshot.ids
 
     @property
-    def folds_nothing(self) -> bool:
-        """Whether there is no state beside the cells."""
-        return self.live.snapshot.folds_nothing
+    def used(self) -> int:
+        return self.live.used
 
     def live_arrays(self) -> tuple[np.ndarray, ...]:
         """The state behind the last token."""

@@ -65,17 +65,22 @@ def _print_table(conversations: list[Conversation]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("id", "tokens", "MiB", "last use", "label", box=None, padding=(0, 2, 0, 0))
-    for column in table.columns[1:3]:
-        column.justify = "right"
-    for column in table.columns:
-        column.no_wrap = True
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title, justify, width in (("id", "left", 16), ("tokens", "right", 7), ("MiB", "right", 8),
+                                  ("last use", "left", 19), ("label", "left", None)):  # fmt: skip
+        table.add_column(title, justify=justify, min_width=width, no_wrap=True)
     for conversation in conversations:
         n_mib = sum(file.size_bytes for file in conversation.files) / MIB
         used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(conversation.last.file.used_ns / 1e9))
         tokens = f"{conversation.n_tokens}" + ("" if conversation.is_whole else " (in parts)")
         table.add_row(conversation.id, tokens, f"{n_mib:.1f}", used, Text(one_line(conversation.last.file.head.label)))
     Console(highlight=False, width=max(100, shutil.get_terminal_size().columns)).print(table)
+
+
+def require_folder(folder: str) -> None:
+    """Raise StoreError where there is no such folder: a store would make one."""
+    if not os.path.isdir(folder):
+        raise StoreError("io", "gone", folder, "there is no such folder")
 
 
 Reporting = Callable[[str], AbstractContextManager[Progress | None]]
@@ -107,7 +112,7 @@ def verify_files(folder: str, *, as_json: bool, reporting: Reporting) -> bool:
 
 def prune(folder: str, store_mib: int, *, as_json: bool, log: Callable[[str], None]) -> None:
     """Set damaged files aside, remove them, and what is over the quota, as an engine would. Raises StoreError."""
-    survey(folder)  # a folder that is not there is not made
+    require_folder(folder)
     n_files, n_bytes = Store(folder, store_mib * MIB, 0, log).prune()
     if as_json:
         print(json.dumps({"removed_files": n_files, "removed_bytes": n_bytes}), flush=True)

@@ -39,6 +39,7 @@ class OfferedState(NamedTuple):
     position: int
     arrays: Sequence[np.ndarray]
     kind: int  # TURN or ROOT
+    used: int = 0  # stamp of its last use
 
 
 @dataclass(eq=False)
@@ -230,7 +231,7 @@ def state_at(kept: Kept, offer: OfferedState) -> State:
     raw, parent = id_bytes(kept.ids[: offer.position]), root_key(kept.identity)
     for index in range(whole):
         parent = child_key(parent, raw[index * SEGMENT_TOKENS * ID_BYTES : (index + 1) * SEGMENT_TOKENS * ID_BYTES])
-    return State(parent, offer.position, raw[len(raw) - rest * ID_BYTES :], offer.kind)
+    return State(parent, offer.position, raw[len(raw) - rest * ID_BYTES :], offer.kind, offer.used)
 
 
 def superfluous(held: Sequence[State], offered: Sequence[State], replay_tokens: int) -> set[State]:

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -175,7 +175,7 @@ class Store:
         with self.pinned(hit.files):
             n_tokens = self._load_cells(hit, n_tokens, shape, sinks, held)
             states = [place for place in hit.states if place.piece.position <= n_tokens]
-            state = self._load_state(states, shape, state_sink) if shape.state_bytes else None
+            state = self.load_state(states, shape, state_sink) if shape.state_bytes else None
         return Loaded(n_tokens, state)
 
     def _load_cells(self, hit: Hit, n_tokens: int, shape: Shape, sinks, held: int) -> int:
@@ -197,7 +197,8 @@ class Store:
                 done = min(segment.end, n_tokens)
         return n_tokens
 
-    def _load_state(self, states: list[Place], shape: Shape, sink) -> State | None:
+    def load_state(self, states: Sequence[Place], shape: Shape, sink) -> State | None:
+        """Fill a sink with the first state that can be read."""
         for place in states:
             try:
                 with self._reader(place.file) as reader:

@@ -19,7 +19,8 @@ from kvcache import Cache, Snapshot
 from promptcache import Offer, Parked, Timeline
 from storeflush import Flush, Kept, OfferedState
 from storefolder import Store
-from storelayout import ROOT, TURN, Shape, StoreError
+from storeindex import Hit
+from storelayout import ROOT, TURN, Shape, State, StoreError
 
 # Raised when, and only when, the same tokens leave other bits in pools or state.
 ARITHMETIC = 1
@@ -33,6 +34,40 @@ def identity_of(model: int, config: Config) -> bytes:
     switches = (*config.switches, ("arithmetic", ARITHMETIC))
     arithmetic = config._replace(engine="", max_context=0, kv_resident=0, mtp_window=0, switches=switches)
     return struct.pack("<QQ16x", model, config_fingerprint(arithmetic))
+
+
+def shape_of(cache: Cache) -> Shape:
+    """What decides how many bytes a conversation of such a cache takes."""
+    return Shape.of(cache.windows(1), cache.draft_pool is not None, cache.shape.state_sizes)
+
+
+def kept_of(held: Timeline | Parked, cache: Cache, identity: bytes, drafts: bool, label: str, n_replayed: int) -> Kept:
+    """What is kept of a conversation: all cells, and the states at its end, its deepest checkpoint and its root.
+
+    `cache` is any of its shape; `drafts`: cells of the draft layer are computed; `n_replayed`: tokens that may as well
+    be read again.
+    """
+    chain = [c for c in held.checkpoints.chain if c.root or c is held.checkpoints.deepest()]
+    states = {c.n_tokens: OfferedState(c.n_tokens, c.snapshot.arrays, ROOT if c.root else TURN, c.used) for c in chain}
+    states.setdefault(held.n_tokens, OfferedState(held.n_tokens, held.live_arrays(), TURN, held.used))
+    n_drafted = held.n_tokens if drafts and held.drafted else 0
+    ids, sources = np.array(held.ids, np.int32), sessionstate.sources_of(held, cache)
+    return Kept(identity, shape_of(cache), ids, sources, list(states.values()), n_drafted, label, n_replayed)
+
+
+def fill(cache: Cache, store: Store, hit: Hit, ids: np.ndarray) -> tuple[Snapshot | None, State | None]:
+    """Have an empty cache hold the first `ids`, which a hit begins with, or as many of them as can be read.
+
+    Returns the state that the cache is in then, None where nothing could be read, and what the store knows of it.
+    """
+    sink = sessionstate.checkpoint_sink(cache)
+    loaded = store.load(hit, len(ids), shape_of(cache), cache.windows(len(ids)), sink)
+    n_tokens = loaded.n_tokens if cache.shape.folds_nothing else loaded.state.position if loaded.state else 0
+    if not n_tokens:
+        return None, None
+    snapshot = Snapshot(np.array(ids[:n_tokens], np.int32), tuple(sink.arrays))
+    cache.rewind(snapshot)
+    return snapshot, loaded.state
 
 
 def _blended(old: float, new: float) -> float:
@@ -57,7 +92,7 @@ class Keeper:
                  replay_s: float, log: Callable[[str], None], errors: tuple[type[Exception], ...] = ()):  # fmt: skip
         """`identity` gives that of conversations with (True) or without the control vector; `drafts`: cells of the
         draft layer are computed; `errors` are what a failing device raises."""
-        self.store, self._identity, self._drafts = store, identity, drafts
+        self.store, self.identity, self._drafts = store, identity, drafts
         self._min_tokens, self._replay_s, self._log = min_tokens, replay_s, log
         self._errors = (StoreError, MemoryError, *errors)
         self._waiting: Timeline | Parked | None = None  # has something that is not being written yet
@@ -104,29 +139,10 @@ class Keeper:
         held, self._waiting = self._waiting, None
         if held is None or held.n_tokens < self._min_tokens:  # it was cut since, or is forgotten
             return
-        kept = self._kept(held)
+        identity, n_replayed = self.identity(held.steered), int(self._replay_s / self._token_s)
+        kept = kept_of(held, self._cache, identity, self._drafts, self._label, n_replayed)
         self.store.live = (kept.identity, kept.ids)
         self._flush, self._source = Flush(self.store, kept), (held, len(kept.ids))
-
-    def _kept(self, held: Timeline | Parked) -> Kept:
-        states = []
-        if not held.folds_nothing:
-            chain = [c for c in held.checkpoints.chain if c.root or c is held.checkpoints.deepest()]
-            states = [OfferedState(c.n_tokens, c.snapshot.arrays, ROOT if c.root else TURN) for c in chain]
-            states.append(OfferedState(held.n_tokens, held.live_arrays(), TURN))
-        return Kept(
-            self._identity(held.steered),
-            self._shape(self._cache),
-            np.array(held.ids, np.int32),
-            sessionstate.sources_of(held, self._cache),
-            states,
-            held.n_tokens if self._drafts and held.drafted else 0,
-            self._label,
-            int(self._replay_s / self._token_s),
-        )
-
-    def _shape(self, cache: Cache) -> Shape:
-        return Shape.of(cache.windows(1), cache.draft_pool is not None, cache.shape.state_sizes)
 
     def _ended(self) -> None:
         c, size_bytes = self.counters, self._flush.size_bytes
@@ -150,7 +166,7 @@ class Keeper:
     def offer(self, prompt: np.ndarray, steered: bool, best: Offer, cache: Cache) -> Offer:
         """The better of an offer of memory and what the store holds of a prompt."""
         try:
-            hit = self.store.lookup(self._identity(steered), prompt)
+            hit = self.store.lookup(self.identity(steered), prompt)
         except StoreError as error:
             self._log(f"store: {error}")
             return best
@@ -170,21 +186,16 @@ class Keeper:
     def load(self, timeline: Timeline, offer: Offer, prompt: np.ndarray, used: int) -> int:
         """Make a timeline hold what was offered of a prompt, and nothing else; returns how many tokens came back."""
         timeline.forget()
-        hit, n_tokens = offer.hit, offer.n_tokens
         cache, started = timeline.cache, time.perf_counter()
-        shape, sink = self._shape(cache), sessionstate.checkpoint_sink(cache)
         try:
-            loaded = self.store.load(hit, n_tokens, shape, cache.windows(n_tokens), sink)
+            snapshot, state = fill(cache, self.store, offer.hit, prompt[: offer.n_tokens])
         except StoreError as error:
             self._log(f"store: {error}")
             return 0
-        state = loaded.state
-        n_tokens = loaded.n_tokens if cache.shape.folds_nothing else state.position if state else 0
-        if not n_tokens:
+        if snapshot is None:
             return 0
-        snapshot = Snapshot(np.array(prompt[:n_tokens], np.int32), tuple(sink.arrays))
-        cache.rewind(snapshot)
-        timeline.drafted = hit.n_drafted >= n_tokens
+        n_tokens = snapshot.n_tokens
+        timeline.drafted = offer.hit.n_drafted >= n_tokens
         if state:
             timeline.checkpoints.add(snapshot, used, root=state.kind == ROOT)
         seconds = time.perf_counter() - started

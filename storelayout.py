@@ -33,7 +33,7 @@ HEADER = struct.Struct("<8sII32sQQIIIIII5Q")
 HASH_BYTES = 32  # of the header and the table, behind the header
 LAYER = struct.Struct("<5I")
 SEGMENT = struct.Struct("<16sIHH")
-STATE = struct.Struct("<16sII")
+STATE = struct.Struct("<16sIIQ")
 CHECKSUM = struct.Struct("<Q")
 
 SEGMENT_TOKENS = 256
@@ -183,6 +183,7 @@ class State(NamedTuple):
     position: int
     ids: bytes  # int32
     kind: int  # TURN or ROOT
+    used: int = 0  # stamp of its last use in the engine that wrote it, as a session file has it
 
     @property
     def start(self) -> int:
@@ -270,7 +271,7 @@ def pack_head(head: Head) -> bytes:
         (
             *(LAYER.pack(*units) for units in head.shape.layers),
             *(SEGMENT.pack(s.parent, s.index, s.n_tokens, DRAFT * s.has_draft) for s in head.segments),
-            *(STATE.pack(s.parent, s.position, s.kind) for s in head.states),
+            *(STATE.pack(s.parent, s.position, s.kind, s.used) for s in head.states),
             *(piece.ids for piece in pieces),
             label,
         )
@@ -366,13 +367,13 @@ def parse_head(raw: bytes, header: Header, path: str) -> Head:
         if not index and parent != root:
             raise _refusal(path, "segment", f"{name}: a first segment of another identity")
         segments.append(Segment(parent, index, ids(n_tokens), bool(flags)))
-    for parent, position, kind in STATE.iter_unpack(table[at_states : at_states + STATE.size * header.states]):
+    for parent, position, kind, used in STATE.iter_unpack(table[at_states : at_states + STATE.size * header.states]):
         name = f"state {len(states)}"
         if not position or kind not in (TURN, ROOT):
             raise _refusal(path, "state", f"{name}: position {position} with kind {kind}")
         if position < SEGMENT_TOKENS and parent != root:
             raise _refusal(path, "state", f"{name}: a state in the first segment of another identity")
-        states.append(State(parent, position, ids(position % SEGMENT_TOKENS), kind))
+        states.append(State(parent, position, ids(position % SEGMENT_TOKENS), kind, used))
     if at != end:
         raise _refusal(path, "ids", f"ids: {end - at} bytes of the table belong to nothing")
     if not segments and not states:

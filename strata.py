@@ -130,18 +130,30 @@ def _add_session(commands) -> None:
 
 
 def _add_store(commands) -> None:
-    store = commands.add_parser("store", allow_abbrev=False, help="look into a conversation store and keep it small")
+    store = commands.add_parser(
+        "store", allow_abbrev=False, help="look into a conversation store, keep it small, and move conversations"
+    )
     views = store.add_subparsers(dest="view", metavar="VIEW", required=True)
     for name, what in (
         ("list", "one line for each conversation kept in a folder: tokens, bytes, last use, first words"),
         ("verify", "read every byte of every file; exit 0 only if all are sound"),
+        ("export", "write a conversation to a session file, as SAVE would"),
+        ("import", "keep the conversation of a session file"),
         ("prune", "remove damaged files, and those that were used least of late, down to a size"),
     ):
         view = views.add_parser(name, allow_abbrev=False, help=what, description=f"{what[0].upper()}{what[1:]}.")
         view.add_argument("folder", metavar="DIR")
+        if name == "export":
+            view.add_argument("id", metavar="ID", help="of the conversation, as list shows it, or its first digits")
+        if name in ("export", "import"):
+            view.add_argument("file", metavar="FILE", help="session file")
         view.add_argument("--json", action="store_true", help="print one JSON object a line in place of text")
-        if name == "verify":
+        if name in ("verify", "export", "import"):
             view.add_argument("--quiet", action="store_true", help="print nothing on stderr while reading")
+        if name == "export":
+            options.add_identity_arguments(view, "session_min_free_mib")
+        if name == "import":
+            options.add_identity_arguments(view, "session_min_free_mib", "store_mib")
         if name == "prune":
             view.add_argument("--store-mib", metavar="N", type=int, required=True, help="MiB that may stay")
         view.set_defaults(run=run_store)
@@ -188,8 +200,9 @@ def run_serve(args: argparse.Namespace) -> int:
     """The engine on stdin and stdout until QUIT or the end of input, or the HTTP front until a signal."""
     settings, front = options.read_options(args)
     settings = replace(settings, model=_model_path(settings.model))
-    if settings.slot_save_path is not None:
-        _create_folder(settings.slot_save_path)
+    for flag, folder in (("--slot-save-path", settings.slot_save_path), ("--store", settings.store)):
+        if folder is not None:
+            _create_folder(flag, folder)
     if front.http is not None:
         if "--api-key" in options.given_flags(args):
             _log("--api-key stands in the list of processes; --api-key-file and STRATA_API_KEY do not")
@@ -241,8 +254,8 @@ def _log(text: str) -> None:
     print("\n".join(map(one_line, text.split("\n"))), file=sys.stderr, flush=True)
 
 
-def _create_folder(path: str) -> None:
-    """Make a folder for session files, and the missing ones above it, readable by their owner alone."""
+def _create_folder(flag: str, path: str) -> None:
+    """Make a folder for conversations, and the missing ones above it, readable by their owner alone."""
     missing, parent = [], path
     while not os.path.lexists(parent):
         missing.append(parent)
@@ -251,9 +264,9 @@ def _create_folder(path: str) -> None:
         for folder in reversed(missing):
             os.mkdir(folder, 0o700)
     except OSError as error:
-        raise UsageError(f"--slot-save-path: cannot create {error.filename}: {error.strerror}") from None
+        raise UsageError(f"{flag}: cannot create {error.filename}: {error.strerror}") from None
     if not os.path.isdir(path):
-        raise UsageError(f"--slot-save-path: {path} is not a folder")
+        raise UsageError(f"{flag}: {path} is not a folder")
 
 
 def run_tokenize(args: argparse.Namespace) -> int:
@@ -549,10 +562,12 @@ def _entry_dict(entry) -> dict:
 
 
 def run_store(args: argparse.Namespace) -> int:
-    """What is in a conversation store, whether it is sound, and less of it."""
+    """What is in a conversation store, whether it is sound, less of it, and conversations to and from files."""
     import storecommand
 
     try:
+        if args.view in ("export", "import"):
+            return _exchange(args)
         if args.view == "list":
             return EXIT_OK if storecommand.list_conversations(args.folder, as_json=args.json) else EXIT_FAILED
         if args.view == "verify":
@@ -565,6 +580,49 @@ def run_store(args: argparse.Namespace) -> int:
     except storecommand.StoreError as error:
         raise CommandError(str(error)) from error
     return EXIT_OK
+
+
+def _exchange(args: argparse.Namespace) -> int:
+    """A conversation from a store to a session file, or the other way."""
+    import storecommand
+
+    if args.view == "export":
+        storecommand.require_folder(args.folder)
+    else:
+        _create_folder("import", args.folder)
+    import engine
+    import storeexchange
+
+    settings = options.read_identity_options(args, store=os.path.realpath(args.folder))
+    settings = replace(settings, model=_model_path(settings.model))
+    try:
+        with _unwinding(), _reading_progress(args.file, quiet=args.quiet) as progress:
+            if args.view == "export":
+                done = storeexchange.export_conversation(settings, args.id, args.file, _log, progress)
+                facts = {"file": args.file, "n_tokens": done.n_tokens, "size_bytes": done.size_bytes}
+                text = f"{done.n_tokens} tokens, {done.size_bytes} bytes"
+            else:
+                kept = storeexchange.import_session(settings, args.file, _labels(settings.model), _log, progress)
+                facts = {"file": args.file, "id": kept.id, "n_tokens": kept.n_tokens}
+                text = f"kept as {kept.id}, a conversation of {kept.n_tokens} tokens"
+    except (engine.ModelError, engine.FatalError, engine.SessionError) as error:
+        raise CommandError(str(error)) from error
+    except MemoryError as error:
+        raise CommandError(f"not enough memory for this conversation: {error}") from error
+    print(json.dumps(facts) if args.json else _printable(f"{args.file}: {text}"), flush=True)
+    return EXIT_OK
+
+
+def _labels(model: str) -> Callable[[list[int]], str]:
+    """What gives the first words of a conversation from its tokens: "" where a model has no text."""
+    import httpconversation
+    import tokenizer
+
+    try:
+        return functools.partial(httpconversation.first_words_of, tokenizer=tokenizer.Tokenizer.load(model))
+    except tokenizer.TokenizerError as error:
+        _log(f"a conversation is kept without its first words: {error}")
+        return lambda ids: ""
 
 
 if __name__ == "__main__":

@@ -183,7 +183,7 @@ def test_a_missing_folder_is_made_for_its_owner_alone(tmp_path, umask):
     wanted = tmp_path / "a b" / "日本" / "чат"
     before = os.umask(umask)
     try:
-        strata._create_folder(settings("--slot-save-path", f"{wanted}/").slot_save_path)
+        strata._create_folder("--slot-save-path", settings("--slot-save-path", f"{wanted}/").slot_save_path)
     finally:
         os.umask(before)
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in (wanted, *wanted.parents[:2])] == [0o700] * 3
@@ -198,7 +198,7 @@ def test_a_folder_becomes_absolute_and_links_are_followed_at_the_start(tmp_path,
 
 def test_a_folder_that_exists_stays_as_it_is(tmp_path):
     tmp_path.chmod(0o755)
-    strata._create_folder(str(tmp_path))
+    strata._create_folder("--slot-save-path", str(tmp_path))
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 

@@ -51,6 +51,8 @@ ALLOWED = {
     "storeflush": {"storefile", "storefolder", "storeindex", "storelayout"},
     "storekeeper": {"fingerprint", "kvcache", "promptcache", "sessionstate", "storeflush", "storefolder", "storeindex"}
     | {"storelayout"},
+    "storeexchange": {"blockfile", "engine", "kvcache", "options", "sessionstate", "storeflush", "storeindex"}
+    | {"storekeeper", "storelayout", "verbs"},
     "storecommand": {"blockfile", "printable", "storefile", "storefolder", "storeindex", "storelayout"},
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "modelfile"},
@@ -95,7 +97,7 @@ ALLOWED = {
     "httplimits": {"httpfields", "httpguard"},
     "httpmodel": {"tokenizer"},
     "httpstatus": {"httpchild"},
-    "httpconversation": {"httpanswer", "tokenizer"},
+    "httpconversation": {"httpanswer", "httpmessages", "tokenizer"},
     "httpsignals": set(),
     "sessionfolder": {"options", "printable", "sessionfile", "sessioninfo", "sessionlayout", "unfinished"},
     "httpoptions": {"httpguard", "options", "printable", "sessionfolder"},
@@ -113,7 +115,7 @@ ALLOWED = {
     "warmup": {"sessionlayout", "engine", "jit", "options", "sessionfile", "verbs"},
     "strata": {"demo", "engine", "httpfront", "modelfile", "serveloop", "sessionfile", "sessionfolder", "sessionlayout"}
     | {"tokenizer", "warmup"}
-    | {"options", "printable", "storecommand"},
+    | {"httpconversation", "options", "printable", "storecommand", "storeexchange"},
 }
 
 

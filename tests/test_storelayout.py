@@ -51,7 +51,7 @@ def plain_bytes(kept, *, with_draft: bool) -> bytes:
     states, state_ids = b"", b""
     for offer in kept.states:
         full = offer.position // 256
-        states += struct.pack("<16sII", (*parents, parent)[full], offer.position, offer.kind)
+        states += struct.pack("<16sIIQ", (*parents, parent)[full], offer.position, offer.kind, offer.used)
         state_ids += raw[1024 * full : 4 * offer.position]
         payload += b"".join(array.tobytes() for array in offer.arrays)
     table = b"".join(struct.pack("<5I", *units) for units in layers) + segments + states + raw + state_ids
@@ -198,7 +198,7 @@ def test_a_sealed_head_with_hostile_values_is_refused_or_harmless(tmp_path):
     write(tmp_path / "a", what)
     good = (tmp_path / "a").read_bytes()
     head_end = read_head(str(tmp_path / "a")).head.head_bytes
-    records_end = 160 + 3 * 20 + 2 * 24 + 2 * 24
+    records_end = 160 + 3 * 20 + 2 * 24 + 2 * 32
     path, refused, tried = tmp_path / "b", 0, 0
     tracemalloc.start()
     for at, size in [(at, 4) for at in range(0, records_end, 4)] + [(48, 8), (56, 8)] + [(at, 8) for at in
@@ -221,7 +221,7 @@ def test_a_sealed_head_with_hostile_values_is_refused_or_harmless(tmp_path):
     [
         (12, 127, "header"), (48, 1, "table"), (56, 7, "size"), (76, 600, "label"), (80, 2, "header"),
         (84, 1, "header"), (88, 41, "payload"), (220, 1, "segment"), (240, 300 << 16, "segment"),
-        (284, 0, "state"), (292, 1, "state"),
+        (284, 0, "state"), (288, 2, "state"), (300, 1, "state"),
     ],
 )  # fmt: skip
 def test_what_a_sealed_head_is_refused_for(at, value, reason, tmp_path):
