@@ -16,7 +16,7 @@ from kvcache import Cache, Snapshot
 from modelconfig import ModelError
 from promptcache import LEAST_BRANCH, NOTHING, Checkpoints, Offer, Parked, ParkingLot, Timeline, best_offer
 from storekeeper import Keeper
-from verbs import SPARE_CELLS, GenRequest
+from verbs import SPARE_CELLS, GenRequest, Stored
 
 MIB = 1 << 20
 FREE_SHARE = 4  # parked conversations may take this part of the RAM that is free at the start
@@ -70,6 +70,11 @@ class Conversations:
     def n_tokens(self) -> int:
         """Tokens of the latest conversation, 0 if none is held."""
         return self.beside.n_tokens if self.beside else max(self.live.n_tokens, len(self._shown))
+
+    @property
+    def stored(self) -> Stored | None:
+        """What the store has done so far, None without one."""
+        return self.keeper.counters if self.keeper else None
 
     def held_ids(self) -> np.ndarray:
         """The tokens of the latest conversation, int32."""

@@ -356,7 +356,11 @@ class Session(Conversations):
 
     def info(self) -> dict[str, str]:
         """What the serve loop prints before READY, in its order."""
-        return self.engine.info() | {"conversation_cache_mib": str(self.parking.budget_bytes // MIB)}
+        more = {"conversation_cache_mib": str(self.parking.budget_bytes // MIB)}
+        if self.keeper:
+            identities = dict.fromkeys(self.keeper.identity(steered).hex() for steered in (True, False))
+            more["store"] = ",".join(identities)
+        return self.engine.info() | more
 
     def warm_up(self) -> None:
         """Run everything that a request runs once, so that no request waits for kernels to be compiled."""
@@ -385,7 +389,7 @@ class Session(Conversations):
         """What is held, as plain JSON types."""
         chain = [{"tokens": c.n_tokens, "bytes": c.snapshot.size_bytes, "root": c.root} for c in self.checkpoints.chain]
         parked = [{"tokens": entry.n_tokens, "bytes": entry.size_bytes} for entry in self.parking.entries]
-        kept = {"store": self.keeper.counters._asdict()} if self.keeper else {}
+        kept = {"store": self.stored._asdict()} if self.stored else {}
         return kept | {
             "held_tokens": self.n_tokens,
             "max_context": self.engine.max_context,

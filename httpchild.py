@@ -124,6 +124,7 @@ class EngineChild:
         self.progress: SessionProgress | None = None
         self.request = RequestProgress()
         self.totals = Totals()
+        self.stored = verbs.Stored()  # what the store of the running engine has done, as it last said
 
     # What can be asked at any time: none of these waits for the turn.
 
@@ -337,7 +338,7 @@ class EngineChild:
             else:
                 raise EngineGone(f"the engine is out of step at its start: {line[:200]!r}")
         with in_step(line):
-            self.n_ctx, self.info = verbs.read(line, verbs.Ready).n_ctx, info
+            self.n_ctx, self.info, self.stored = verbs.read(line, verbs.Ready).n_ctx, info, verbs.Stored()
         pipes.forget_words()
 
     async def _say(self, pipes: ChildPipes, line: str) -> None:
@@ -416,7 +417,9 @@ class EngineChild:
                     self._count_generation(event)
                     if held or keeps:
                         self._now_holds(_held_after(event, held, generation))
-                if not isinstance(event, verbs.Reused):  # which repeats what RESUME said
+                if isinstance(event, verbs.Stored):
+                    self.stored = event
+                elif not isinstance(event, verbs.Reused):  # which repeats what RESUME said
                     self.request.note(event)
                     generation.put(event)
                 if isinstance(event, verbs.Done):

@@ -47,7 +47,7 @@ def conversation(ids: Sequence[int], tokenizer: Tokenizer) -> dict:
     """Number of tokens and messages of what is held; the whole text in place of messages that cannot be told apart."""
     messages = read_messages(ids, tokenizer)
     known = {"messages": messages} if messages is not None else {"messages": None, "text": tokenizer.decode(ids)}
-    return {"id_slot": 0, "n_tokens": len(ids), **known}
+    return {"n_tokens": len(ids), **known}
 
 
 def first_words_of(ids: Sequence[int], tokenizer: Tokenizer) -> str:

@@ -25,6 +25,7 @@ from httpsignals import Patience, heard_by_thread
 from httptexts import TextPool
 from printable import one_line
 from sessionfolder import SessionFolder, names_at_exit
+from storeview import StoreView
 from tokenizer import Tokenizer, TokenizerError
 from verbs import SessionDone
 
@@ -90,7 +91,8 @@ class Front:
         self._restore_refused = False
         self.ready = False
         self.closing: asyncio.Future | None = None
-        self.restored = False  # whether the text of what is held has still to be learned
+        # Whether the texts of what is held, and of what the store keeps, have still to be learned.
+        self.restored, self.unread_store = False, options.store is not None
         self.child = EngineChild(
             command,
             silence_s=options.silence_s,
@@ -100,6 +102,7 @@ class Front:
             loaded=self._follow_model,
         )
         self.folder = SessionFolder(options.slot_save_path) if options.slot_save_path else None
+        self.store = StoreView(options.store, terminal.log) if options.store else None
         self.texts = TextPool(terminal.log)
         self.app = Routes(self).app
 
@@ -123,6 +126,7 @@ class Front:
             for line in [*tokenizer.guesses, *httpchat.model_defaults(tokenizer.sampling)[1]]:
                 self.log(line)
             await self.texts.start(tokenizer)
+            self.unread_store = self.store is not None
             self.tokenizer, self._model_file = tokenizer, file
 
     async def _follow_model(self, loaded: FileState | None) -> None:
@@ -131,6 +135,11 @@ class Front:
             await self.read_text()
         if loaded != self._model_file:
             raise EngineGone("the model file was replaced while it was loaded")
+
+    @property
+    def store_identities(self) -> list[str]:
+        """What the conversations of the store that the engine can resume have, in hex, as it last said."""
+        return self.child.info.get("store", "").split(",") if self.child.info.get("store") else []
 
     def file_of(self, tokenizer: Tokenizer) -> FileState | None:
         """The state of the model file for which this tokenizer's ids are; raises ModelChanged for one of the past."""

@@ -24,12 +24,15 @@ class FrontOptions:
     model: str
     access: Access = field(default_factory=Access)
     slot_save_path: str | None = None
+    store: str | None = None
     restore_at_start: str | None = None
     save_at_exit: str | None = None
     silence_s: float = HttpOptions.engine_silence_s
 
     @classmethod
-    def from_flags(cls, model: str, slot_save_path: str | None, flags: HttpOptions) -> "FrontOptions":
+    def from_flags(
+        cls, model: str, slot_save_path: str | None, flags: HttpOptions, store: str | None = None
+    ) -> "FrontOptions":
         """The options as they stand on the command line; raises OptionRefused."""
         if (name := flags.session_restore_at_start) is not None:
             _check_session_flag("--session-restore-at-start", [name], slot_save_path)
@@ -44,6 +47,7 @@ class FrontOptions:
             model=model,
             access=Access.from_flags(host, key, flags.trusted_origin, flags.allowed_host),
             slot_save_path=slot_save_path,
+            store=store,
             restore_at_start=flags.session_restore_at_start,
             save_at_exit=flags.session_save_at_exit,
             silence_s=flags.engine_silence_s,

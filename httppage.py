@@ -62,7 +62,7 @@ li button { margin: .2rem .4rem 0 0; }
 <div id="activity" role="status"></div>
 <div class="offer" id="foreign" hidden>Another client's conversation is held now.
  <button id="show" type="button">Show it</button></div>
-<div class="offer" id="before" hidden>This is what the engine holds.
+<div class="offer" id="before" hidden>Another conversation is shown now.
  <button id="back" type="button">Back to my chat</button></div>
 <div id="error" role="alert"></div>
 <form id="ask">
@@ -74,10 +74,16 @@ li button { margin: .2rem .4rem 0 0; }
 </form>
 </main>
 <aside>
+<section id="kept" hidden>
+<h2>Conversations</h2>
+<ul id="conversations" aria-label="Conversations"></ul>
+</section>
+<section id="files" hidden>
 <h2>Saved sessions</h2>
 <form id="save"><input id="name" value="chat1.bin" aria-label="File name" maxlength="200"><button>Save</button></form>
 <div id="progress" hidden><span id="doing"></span><progress max="1"></progress></div>
 <ul id="sessions" aria-label="Saved sessions"></ul>
+</section>
 </aside>
 <dialog id="locked"><form method="dialog" id="unlock">
 <label>API key <input id="key" type="password" autocomplete="off" required></label><button>Use</button>
@@ -93,6 +99,7 @@ let running = null;
 let begun = false;
 let operating = false;
 let polling = false;
+const WRITTEN_MS = 2000; // after an answer: by then the store has most of them
 
 function node(tag, className, text) {
   const made = document.createElement(tag);
@@ -210,10 +217,15 @@ async function showHeld() {
   seen = held.n_changes;
   const found = held.messages ?? [];
   if (held.messages && same(messages, found)) return offer();
-  if (messages.length) displaced = messages;
-  messages = found;
+  replace(held);
+}
+
+// Put a conversation, as the server tells it from its tokens, in place of what is shown.
+function replace({ messages: found, text }) {
+  if (messages.length && !same(messages, found ?? [])) displaced = messages;
+  messages = found ?? [];
   redraw();
-  if (!held.messages) addMessage("raw", held.text);
+  if (!found) addMessage("raw", text);
   offer();
 }
 
@@ -283,6 +295,7 @@ async function send(text) {
     else { messages.pop(); el("text").value ||= text; redraw(); }
     busy();
     refresh();
+    setTimeout(refresh, WRITTEN_MS);
   }
 }
 
@@ -348,26 +361,36 @@ function restore(name) {
   });
 }
 
-function remove(name) {
+// A conversation of the store: its next message is all that it takes to go on with it.
+function open(id) {
+  return operate(async () => {
+    const kept = await (await call(`sessions/${encodeURIComponent(id)}/conversation`)).json();
+    replace(kept);
+    addNote(`${kept.n_tokens} tokens are kept`);
+  });
+}
+
+function remove(id, name) {
   if (!confirm(`Delete ${name}? It cannot be brought back.`)) return Promise.resolve();
   return operate(async () => {
-    await call("sessions/" + encodeURIComponent(name), { method: "DELETE" });
+    await call("sessions/" + encodeURIComponent(id), { method: "DELETE" });
   });
 }
 
 function listed(session) {
   const item = node("li");
-  item.dataset.name = session.filename;
+  item.dataset.name = session.id;
   const [className, words] = match(session);
   const facts = node("div", "facts");
   const tokens = session.n_tokens === null ? "" : `${session.n_tokens} tokens, `;
   facts.append(`${tokens}${size(session.n_bytes)}, ${age(Date.now() / 1000 - session.modified)}, `);
   facts.append(node("span", className, words));
-  item.append(node("div", "name", session.filename), facts);
-  for (const [label, action] of [["Restore", restore], ["Delete", remove]]) {
+  const name = session.filename ?? (session.label || session.id);
+  item.append(node("div", "name", name), facts);
+  for (const [label, action] of [session.filename ? ["Restore", restore] : ["Open", open], ["Delete", remove]]) {
     const button = node("button", "", label);
     button.type = "button";
-    button.addEventListener("click", () => action(session.filename));
+    button.addEventListener("click", () => action(session.id, name));
     item.append(button);
   }
   return item;
@@ -375,10 +398,14 @@ function listed(session) {
 
 async function refresh() {
   try {
-    const { data } = await (await call("sessions")).json();
-    el("sessions").replaceChildren(...data.map(listed));
+    const { data, kinds } = await (await call("sessions")).json();
+    for (const [kind, section, list] of [["conversation", "kept", "conversations"], ["file", "files", "sessions"]]) {
+      el(section).hidden = !kinds.includes(kind);
+      el(list).replaceChildren(...data.filter(session => session.kind === kind).map(listed));
+    }
     busy();
   } catch (error) {
+    el("files").hidden = false;
     el("sessions").replaceChildren(node("li", "", error.message));
   }
   await look();

@@ -11,6 +11,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
@@ -26,13 +27,15 @@ from httpconversation import conversation
 from httperrors import HANDLERS, NEVER, RETRY_AFTER_S, too_early
 from httpfields import ApiError
 from httpguard import BodyRoom, Guard, Json, read_body, read_object
-from httpknown import why_read_again
+from httpknown import MAX_TEXTS, MAX_TOKENS, why_read_again
 from httplines import ChildError, EngineGone
 from httpstatus import metrics_text, slot
 from httpstream import AnswerStream, EventStream, stopped_on_hang_up, told_of_hang_up, unless_hung_up
 from httptexts import Answer as TextAnswer
 from httptextworker import request_of
-from sessionfolder import NameRefused, NotThere, SessionFolder, check_filename
+from sessionfolder import MAX_LISTED, NameRefused, NotThere, SessionFolder, check_filename
+from storelayout import StoreError
+from storeview import StoreView, entry
 from tokenizer import Tokenizer
 
 # Room in a body for what is no part of the prompt, and what a byte of text takes at most in JSON (as in \u0000). Bodies
@@ -71,6 +74,7 @@ class Routes:
             Route("/slots/{slot}/conversation", self.conversation, methods=get),
             Route("/metrics", self.metrics, methods=get),
             Route("/sessions", self.sessions, methods=get),
+            Route("/sessions/{id}/conversation", self._with_text(self.stored_conversation), methods=get),
             Route("/sessions/{name:path}", self.delete_session, methods=["DELETE"]),
             Route("/v1/chat/completions", self._with_text(self.chat), methods=post),
             Route("/chat/completions", self._with_text(self.chat), methods=post),
@@ -158,20 +162,61 @@ class Routes:
         given_up = asyncio.Event()
         async with told_of_hang_up(request.receive, given_up.set):
             ids, n_changes = await self._front.child.held_tokens(given_up), self._front.child.n_changes
-        return Json(await asyncio.to_thread(conversation, ids, self._front.tokenizer) | {"n_changes": n_changes})
+        words = await asyncio.to_thread(conversation, ids, self._front.tokenizer)
+        return Json({"id_slot": 0} | words | {"n_changes": n_changes})
 
     async def sessions(self, request: Request) -> Response:
-        folder, info = self._need_folder(), self._front.child.info
-        identity = info.get("model_fp"), info.get("config_fp")
+        """Session files and stored conversations, last used first."""
+        if self._front.folder is None and self._front.store is None:
+            raise ApiError(501, "nothing is kept: start the server with --store DIR or --slot-save-path DIR")
         try:
-            return Json(await asyncio.to_thread(folder.listing, *identity))
+            return Json(await asyncio.to_thread(self._listing))
         except OSError as error:
             raise ApiError(500, f"the folder of sessions cannot be read: {error.strerror}", headers=NEVER) from error
+        except StoreError as error:
+            raise ApiError(500, str(error), headers=NEVER) from error
+
+    def _listing(self) -> dict:
+        info, data, kinds, complete = self._front.child.info, [], [], True
+        if self._front.folder:
+            files = self._front.folder.listing(info.get("model_fp"), info.get("config_fp"))
+            data, kinds, complete = files["data"], ["file"], files["complete"]
+        if self._front.store:
+            kept = self._front.store.conversations()
+            kinds, complete = [*kinds, "conversation"], complete and len(kept) <= MAX_LISTED
+            data = data + [entry(one, self._front.store_identities) for one in kept[:MAX_LISTED]]
+            data.sort(key=lambda one: one["modified"], reverse=True)
+        return {"object": "list", "data": data, "kinds": kinds, "complete": complete}
+
+    async def stored_conversation(self, request: Request) -> Response:
+        """The messages of a stored conversation; a prompt that goes on with them finds its tokens from now on."""
+        tokenizer = self._ready_tokenizer()
+        found = await self._of_store(lambda store: store.find(request.path_params["id"]))
+        if not found.is_whole or found.ids.max() >= tokenizer.n_vocab:
+            raise ApiError(409, "this conversation cannot be shown: a part is missing, or it is of another model")
+        ids = array("i", found.ids.tobytes())
+        self._front.texts.learn(ids)
+        return Json({"id": found.id} | await asyncio.to_thread(conversation, ids, tokenizer))
+
+    async def _of_store(self, work: Callable[[StoreView], Any]) -> Any:
+        """Something of the store, found or done in a thread."""
+        if self._front.store is None:
+            raise ApiError(501, "the store is off: start the server with --store DIR")
+        try:
+            return await asyncio.to_thread(work, self._front.store)
+        except StoreError as error:
+            status = 404 if error.reason == "id" else 500
+            raise ApiError(status, str(error), headers=NEVER if status == 500 else None) from error
 
     async def delete_session(self, request: Request) -> Response:
+        """Remove a session file of this name, else the stored conversation of this id."""
+        name = request.path_params["name"]
+        if self._front.store and not (self._front.folder and self._front.folder.holds(name)):
+            n_bytes = await self._of_store(lambda store: store.remove(name))
+            return Json({"id": name, "n_deleted": n_bytes})
         folder = self._need_folder()
         try:
-            name = check_filename(request.path_params["name"])
+            name = check_filename(name)
             n_bytes = await asyncio.to_thread(folder.delete, name)
         except NotThere as error:
             raise ApiError(404, str(error)) from error
@@ -313,12 +358,35 @@ class Routes:
         self._front.texts.learn(wanted.ids + array("i", shown), whole=bool(shown))
 
     async def _learn_held(self) -> None:
-        """After a restore, ask once for the tokens that the engine holds: their text is known from them."""
-        if self._front.restored:
-            self._front.restored = False
-            self._learning = asyncio.create_task(self._ask_held())
+        """Take in once the tokens of what was restored, and of what the store keeps: texts are known from them."""
+        if self._front.restored or self._front.unread_store:
+            self._learning = asyncio.create_task(self._learn_all(self._front.restored, self._front.unread_store))
+            self._front.restored = self._front.unread_store = False
         if self._learning:
             await asyncio.shield(self._learning)
+
+    async def _learn_all(self, restored: bool, unread_store: bool) -> None:
+        if unread_store:
+            await self._read_store()
+        if restored:
+            await self._ask_held()
+
+    async def _read_store(self) -> None:
+        """Learn the latest conversations of the store that the engine can resume, the last used one last."""
+        identities, n_vocab, n_left = self._front.store_identities, self._front.tokenizer.n_vocab, MAX_TOKENS
+        try:
+            kept = await asyncio.to_thread(self._front.store.conversations)
+        except StoreError as error:
+            self._front.log(f"the texts of the store are not known: {error}")
+            return
+        latest = []
+        for one in kept:
+            mine = one.is_whole and one.last.file.head.identity.hex() in identities and one.ids.max() < n_vocab
+            if mine and len(latest) < MAX_TEXTS and one.n_tokens <= n_left:
+                latest.append(one)
+                n_left -= one.n_tokens
+        for one in reversed(latest):
+            self._front.texts.learn(array("i", one.ids.tobytes()))
 
     async def _ask_held(self) -> None:
         try:

@@ -64,6 +64,14 @@ def _metrics(child: EngineChild) -> list[tuple[str, str, str, float]]:
         ("strata:sessions_restored_total", "Sessions restored.", totals.n_restored),
         ("strata:sessions_failed_total", "Saves and restores refused or failed.", totals.n_session_failed),
     ]
+    counters += [
+        ("strata:store_written_bytes_total", "Bytes written to the store.", child.stored.written_bytes),
+        ("strata:store_flushes_total", "Files written to the store.", child.stored.n_flushes),
+        ("strata:store_failures_total", "Conversations that could not be written to the store.",
+         child.stored.n_failures),
+        ("strata:store_hits_total", "Prompts that went on from the store.", child.stored.n_hits),
+        ("strata:store_tokens_total", "Prompt tokens that came from the store.", child.stored.n_tokens),
+    ]  # fmt: skip
     gauges = [
         ("llamacpp:prompt_tokens_seconds", "Prompt tokens read per second.", read_rate),
         ("llamacpp:predicted_tokens_seconds", "Tokens generated per second.", decode_rate),

@@ -198,6 +198,8 @@ class Loop:
             self._session.keep(command.n_kept)
         if request.source:
             self._answers.line(line_of(verbs.Held(self._session.n_tokens)))
+            if stored := self._session.stored:
+                self._answers.line(line_of(stored))
         return line_of(done)
 
     def _path(self, verb: str, path: bytes, *, whole: bool) -> str:

@@ -214,6 +214,8 @@ def _entry(name: str, status: os.stat_result, saved: SavedSession, model: str | 
         return all(a == b for a, b in pairs) if all(b for _, b in pairs) else None
 
     return {
+        "kind": "file",
+        "id": name,
         "filename": name,
         "n_bytes": status.st_size,
         "n_tokens": saved.n_tokens,

@@ -19,10 +19,10 @@ from storeflush import Flush
 from storeindex import Conversation
 from storekeeper import fill, kept_of, shape_of
 from storelayout import ROOT, StoreError
+from storeview import find
 from verbs import SessionDone
 
 Log = Callable[[str], None]
-LEAST_ID = 4  # digits that may stand for a whole id where no other one begins with them
 
 
 def export_conversation(options: EngineOptions, name: str, path: str, log: Log, progress: Progress) -> SessionDone:
@@ -59,15 +59,6 @@ def import_session(
 def _session(options: EngineOptions, log: Log) -> Session:
     """A session that computes nothing, and asks for no RAM beyond what it takes."""
     return Session(Engine.outline(dataclasses.replace(options, conversation_cache_min_free_mib=0), log))
-
-
-def find(conversations: list[Conversation], name: str, folder: str) -> Conversation:
-    """The one whose id is this or begins like this; raises StoreError."""
-    found = [one for one in conversations if one.id.startswith(name)] if len(name) >= LEAST_ID else []
-    if len(found) != 1:
-        how_many = f"{len(found)} conversations begin" if found else "no conversation begins"
-        raise StoreError("invalid", "id", folder, f"{how_many} with the id {name!r}; `strata store list` shows all")
-    return found[0]
 
 
 def _bring_in(session: Session, wanted: Conversation) -> None:

@@ -66,7 +66,7 @@ class _Plan:
     dropped: set[State] = field(default_factory=set)  # states that this flush makes superfluous
 
 
-class _Carrier:
+class Carrier:
     """Pieces of older files as sources; one of these is open at a time."""
 
     def __init__(self, store: Store):
@@ -101,7 +101,7 @@ class Flush:
         self.store, self._identity = store, kept.identity
         self.name, self.size_bytes, self.n_new_bytes = "", 0, 0
         self._writer: StoreWriter | None = None
-        self._carrier = _Carrier(store)
+        self._carrier = Carrier(store)
         self._pins = contextlib.ExitStack()
         store.refresh()
         self._plan = self._make_plan(kept)

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,18 +45,31 @@ class Loaded(NamedTuple):
     state: State | None
 
 
-def survey(folder: str) -> tuple[StoreIndex, list[StoreError]]:
-    """What is in a folder, and what of it cannot be used; nothing is changed."""
-    index, refusals = StoreIndex(), []
+def survey(folder: str, index: StoreIndex | None = None) -> tuple[StoreIndex, list[StoreError]]:
+    """What is in a folder, and what of it cannot be used; nothing is changed.
+
+    An `index` of an earlier look is brought up to date: no head is read twice.
+    """
+    index, refusals = index or StoreIndex(), []
     with system_failures(folder, lambda: "reading the folder"):
-        names = blockfile.system.names(folder)
-    for name in sorted(filter(NAME.fullmatch, names)):
+        names = {name for name in blockfile.system.names(folder) if NAME.fullmatch(name)}
+    for name in index.files.keys() - names:
+        index.remove(name)
+    _read_uses(folder, index.files.values())
+    for name in sorted(names - index.files.keys()):
         try:
             index.add(file_of(folder, name))
         except StoreError as error:
             if error.reason != "gone":
                 refusals.append(error)
     return index, refusals
+
+
+def _read_uses(folder: str, files: Iterable[StoreFile]) -> None:
+    """Find when files were last used; what went meanwhile is found otherwise."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            _, file.used_ns = blockfile.system.size_and_use(os.path.join(folder, file.name))
 
 
 def file_of(folder: str, name: str) -> StoreFile:
@@ -265,7 +278,7 @@ class Store:
             if name is None:
                 text = f"there is no room for {size_bytes} bytes, as what else is kept is in use; it is not kept"
                 raise StoreError("storage", "room", self.folder, text)
-            used -= self._remove(name)
+            used -= self.remove(name)
 
     def _used(self, freed: Collection[str]) -> int:
         """Bytes of all files but some, the damaged ones included."""
@@ -294,9 +307,7 @@ class Store:
         the least recently used of all goes.
         """
         yield from (name for _, _, name in self._damaged())
-        for file in self.index.files.values():
-            with contextlib.suppress(OSError):  # it went, which the removal finds as well
-                _, file.used_ns = blockfile.system.size_and_use(self.path_of(file.name))
+        _read_uses(self.folder, self.index.files.values())
         left = {name: (file.used_ns, name) for name, file in self.index.files.items() if name not in stay}
         leaves = [rank for name, rank in left.items() if not self.index.is_continued(self.index.files[name])]
         heapq.heapify(leaves)
@@ -310,7 +321,7 @@ class Store:
                 if not self.index.is_continued(self.index.files[other]):
                     heapq.heappush(leaves, left[other])
 
-    def _remove(self, name: str) -> int:
+    def remove(self, name: str) -> int:
         """Remove a file under the lock, and return how many bytes that gave back."""
         path = self.path_of(name)
         with system_failures(path, lambda: "removing it"):
@@ -327,7 +338,7 @@ class Store:
             for name in names:
                 file = self.index.files.get(name)
                 if file and not self._pinned[name] and not is_needed(file):
-                    self._remove(name)
+                    self.remove(name)
 
     def prune(self) -> tuple[int, int]:
         """Remove what was set aside and what is over the quota; returns how many files and bytes went."""
@@ -337,7 +348,7 @@ class Store:
             for name in self._victims(self.protected()):
                 if not DAMAGED.fullmatch(name) and left <= self.quota_bytes:
                     break
-                left -= self._remove(name)
+                left -= self.remove(name)
                 n_files += 1
         return n_files, used - left
 

@@ -78,7 +78,7 @@ class Conversation(NamedTuple):
     last: Place
     ids: np.ndarray  # int32, from the first token on whose segment is held
     hit: Hit  # what a prompt of these ids finds; nothing where the start is not held
-    files: tuple[StoreFile, ...]
+    pieces: tuple[Place, ...]  # all that is held of it
 
     @property
     def id(self) -> str:
@@ -93,6 +93,10 @@ class Conversation(NamedTuple):
     def is_whole(self) -> bool:
         """Whether the cells of all its tokens are held."""
         return self.hit.n_tokens == self.n_tokens
+
+    @property
+    def files(self) -> list[StoreFile]:
+        return list({place.file.name: place.file for place in self.pieces}.values())
 
 
 Slot = tuple[bytes, int]  # the key of the segment before a piece, and where the piece starts
@@ -251,8 +255,7 @@ class StoreIndex:
             chain.append(tree.segments[slot][segment.ids][-1])
         ids = np.frombuffer(b"".join(place.piece.ids for place in reversed(chain)), "<i4")
         hit = self.find(identity, ids) if not slot[1] else Hit()
-        files = {place.file.name: place.file for place in (*hit.states, *hit.segments, *chain)}
-        return Conversation(last, ids, hit, tuple(files.values()))
+        return Conversation(last, ids, hit, (*hit.states, *hit.segments, *chain))
 
 
 def _ends(tree: _Tree, by_ids: dict[bytes, list[Place]]) -> Iterator[list[Place]]:

@@ -9,7 +9,6 @@ for the writing, storefolder.py for the reading, conversations.py for who asks.
 import struct
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from storeflush import Flush, Kept, OfferedState
 from storefolder import Store
 from storeindex import Hit
 from storelayout import ROOT, TURN, Shape, State, StoreError
+from verbs import Stored
 
 # Raised when, and only when, the same tokens leave other bits in pools or state.
 ARITHMETIC = 1
@@ -75,16 +75,6 @@ def _blended(old: float, new: float) -> float:
     return OLD_SHARE * old + (1 - OLD_SHARE) * new
 
 
-class Counters(NamedTuple):
-    """What the store has done since the start."""
-
-    written_bytes: int = 0
-    flushes: int = 0
-    failures: int = 0
-    hits: int = 0
-    tokens: int = 0  # that hits have given back
-
-
 class Keeper:
     """The store of one session. Call `changed` behind an answer, `step` when there is time, `finish` before an end."""
 
@@ -101,7 +91,7 @@ class Keeper:
         self._cache: Cache | None = None
         self._label = ""
         self._token_s, self._bytes_per_s = FIRST_TOKEN_S, FIRST_BYTES_PER_S
-        self.counters = Counters()
+        self.counters = Stored()
 
     # --- writing
 
@@ -147,13 +137,13 @@ class Keeper:
     def _ended(self) -> None:
         c, size_bytes = self.counters, self._flush.size_bytes
         if size_bytes:  # else the store had it all
-            self.counters = c._replace(written_bytes=c.written_bytes + size_bytes, flushes=c.flushes + 1)
+            self.counters = c._replace(written_bytes=c.written_bytes + size_bytes, n_flushes=c.n_flushes + 1)
         self._flush = self._source = None
 
     def _failed(self, error: Exception) -> None:
         if self._flush is not None:
             self._flush.close()
-        self.counters = self.counters._replace(failures=self.counters.failures + 1)
+        self.counters = self.counters._replace(n_failures=self.counters.n_failures + 1)
         self._flush = self._source = None
         self._log(f"store: a conversation is not kept: {error}")
 
@@ -200,5 +190,6 @@ class Keeper:
             timeline.checkpoints.add(snapshot, used, root=state.kind == ROOT)
         seconds = time.perf_counter() - started
         self._bytes_per_s = _blended(self._bytes_per_s, self._size_of(n_tokens, cache) / seconds)
-        self.counters = self.counters._replace(hits=self.counters.hits + 1, tokens=self.counters.tokens + n_tokens)
+        c = self.counters
+        self.counters = c._replace(n_hits=c.n_hits + 1, n_tokens=c.n_tokens + n_tokens)
         return n_tokens

@@ -222,7 +222,7 @@ def _run_front(settings: options.EngineOptions, http: options.HttpOptions) -> in
     """The HTTP front; its child is this program with the engine's options."""
     import httpfront
 
-    front = httpfront.FrontOptions.from_flags(settings.model, settings.slot_save_path, http)
+    front = httpfront.FrontOptions.from_flags(settings.model, settings.slot_save_path, http, settings.store)
     try:
         return httpfront.serve(front, [sys.executable, os.path.abspath(__file__), "--serve", *settings.flags()])
     except httpfront.FrontError as error:

@@ -394,6 +394,16 @@ class Held(NamedTuple):
     n_tokens: Count
 
 
+class Stored(NamedTuple):
+    """What the store has done since the engine's start; it comes before Done, from an engine that has one."""
+
+    written_bytes: Count = 0
+    n_flushes: Count = 0
+    n_failures: Count = 0  # of writing; what was to be kept is not
+    n_hits: Count = 0
+    n_tokens: Count = 0  # that hits have given back
+
+
 class Done(NamedTuple):
     """The end of a request."""
 
@@ -484,14 +494,15 @@ class Fatal(NamedTuple):
 
 RECORDS = {
     "INFO": Info, "READY": Ready, "RESUME": Resume, "PP": PromptProgress, "REUSED": Reused, "SOURCE": Source,
-    "T": Token, "HELD": Held, "DONE": Done, "SWAIT": Phase, "SESSION": Moved, "SAVED": Saved, "RESTORED": Restored,
-    "ERASED": Erased, "TOKENS": Tokens, "STATS": Stats, "ERR": Refusal, "SERR": SessionRefusal, "FATAL": Fatal,
+    "T": Token, "HELD": Held, "STORE": Stored, "DONE": Done, "SWAIT": Phase, "SESSION": Moved, "SAVED": Saved,
+    "RESTORED": Restored, "ERASED": Erased, "TOKENS": Tokens, "STATS": Stats, "ERR": Refusal, "SERR": SessionRefusal,
+    "FATAL": Fatal,
 }  # fmt: skip
 WORDS = {record: word for word, record in RECORDS.items()}
 KINDS = {record: [hint.__metadata__[0] for hint in get_type_hints(record, include_extras=True).values()]
          for record in WORDS}  # fmt: skip
 # The lines of a running GEN; and the verbs that move a conversation to or from a file, with the end of each.
-Event = Resume | PromptProgress | Reused | Source | Token | Held | Done
+Event = Resume | PromptProgress | Reused | Source | Token | Held | Stored | Done
 GENERATION = Event.__args__
 TRANSFERS = {"SAVE": Saved, "AUTOSAVE": Saved, "RESTORE": Restored}
 # What is behind the last line of a command belongs to the next.

@@ -45,7 +45,7 @@ class ScriptedSession:
 
     def __init__(self, generate=echo, transfer=copy_blocks, stats=lambda: {"held_tokens": 3}):
         self._generate, self._transfer, self._stats = generate, transfer, stats
-        self.calls, self.closed = [], False
+        self.calls, self.closed, self.stored = [], False, None
 
     def generate(self, request, stopped):
         self.calls.append(("GEN", request))

@@ -48,6 +48,7 @@ from given_store import (
 from storecommand import verify_files
 from storefolder import DAMAGED, LOCK_NAME, NAME
 from storelayout import StoreError
+from storeview import StoreView
 
 BLOCK_BYTES = 1 << 13
 MOST_CALLS = 600
@@ -180,6 +181,31 @@ def test_a_start_whose_nth_call_fails(code, filled, tmp_path):
         assert positions(store, OLD) == (700, 700)
         assert positions(store, OTHER) == (300, 300)
         assert not any(DAMAGED.fullmatch(path.name) for path in folder.iterdir())
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_removal_whose_nth_call_fails(code, filled, tmp_path):
+    """A conversation that shares its first tokens with another one is taken out: that one stays, whatever fails."""
+    refused, branch = set(), ids_of(900, 7, OLD[:600])
+    folder = fresh(filled, tmp_path)
+    flush(new_store(folder), kept(branch, [900]))
+    both = shutil.copytree(folder, tmp_path / "both")
+    for system in every_call(fails(code), "a call in a removal fails"):
+        view = StoreView(str(fresh(both, tmp_path)), [].append)
+        name = next(one.id for one in view.conversations() if one.n_tokens == len(OLD))
+        error = under(system, lambda view=view, name=name: view.remove(name))
+        if error:
+            refused.add(system.met)
+        store = new_store(view.folder)
+        assert positions(store, branch) == (900, 900)
+        assert positions(store, OTHER) == (300, 300)
+        assert error or positions(store, OLD)[0] == 600
+        assert not any(DAMAGED.fullmatch(path.name) for path in pathlib.Path(view.folder).iterdir())
+        if error and any(one.id == name for one in view.conversations()):
+            view.remove(name)
+        assert positions(new_store(view.folder), OLD)[0] == 600
+    assert {"create", "rename", "exclude"} <= refused
 
 
 @pytest.mark.faults

@@ -67,7 +67,7 @@ def test_messages_come_back_from_their_tokens(tmp_path, template):
     asked = [SYSTEM, USER, ANSWER, USER, ANSWER]
     ids = tokenizer.encode(tokenizer.render_chat(asked), special=True)
     assert read_messages(ids, tokenizer) == asked
-    assert conversation(ids, tokenizer) == {"id_slot": 0, "n_tokens": len(ids), "messages": asked}
+    assert conversation(ids, tokenizer) == {"n_tokens": len(ids), "messages": asked}
 
 
 def test_the_end_of_the_last_answer_may_be_missing(tmp_path):
@@ -90,7 +90,6 @@ def test_text_that_looks_like_a_mark_ends_no_turn(tmp_path):
 def test_what_has_no_turns_is_given_as_text(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "{{ messages[0].content }}", [])
     assert conversation(list(b"once upon"), tokenizer) == {
-        "id_slot": 0,
         "n_tokens": 9,
         "messages": None,
         "text": "once upon",

@@ -50,9 +50,10 @@ ALLOWED = {
     "storefolder": {"blockfile", "storefile", "storeindex", "storelayout", "unfinished"},
     "storeflush": {"storefile", "storefolder", "storeindex", "storelayout"},
     "storekeeper": {"fingerprint", "kvcache", "promptcache", "sessionstate", "storeflush", "storefolder", "storeindex"}
-    | {"storelayout"},
+    | {"storelayout", "verbs"},
     "storeexchange": {"blockfile", "engine", "kvcache", "options", "sessionstate", "storeflush", "storeindex"}
-    | {"storekeeper", "storelayout", "verbs"},
+    | {"storekeeper", "storelayout", "storeview", "verbs"},
+    "storeview": {"printable", "storefile", "storeflush", "storefolder", "storeindex", "storelayout"},
     "storecommand": {"blockfile", "printable", "storefile", "storefolder", "storeindex", "storelayout"},
     "chattemplate": set(),
     "tokenizer": {"chattemplate", "modelfile"},
@@ -107,9 +108,10 @@ ALLOWED = {
     "httperrors": {"httpfields", "httpguard", "httplines"},
     "httpstream": {"httpchat", "httpchild", "httperrors", "httpfields", "httplines", "tokenizer", "verbs"},
     "httproutes": {"httpchat", "httpconversation", "httperrors", "httpfields", "httpguard", "httpknown", "httplines"}
-    | {"httppage", "httpstatus", "httpstream", "httptexts", "httptextworker", "sessionfolder", "tokenizer"},
+    | {"httppage", "httpstatus", "httpstream", "httptexts", "httptextworker", "sessionfolder", "storelayout"}
+    | {"storeview", "tokenizer"},
     "httpfront": {"httpchat", "httpchild", "httplines", "httpmodel", "httpoptions", "httproutes", "httpserver"}
-    | {"httpsignals", "httptexts", "printable", "sessionfolder", "tokenizer", "verbs"},
+    | {"httpsignals", "httptexts", "printable", "sessionfolder", "storeview", "tokenizer", "verbs"},
     "declaration": set(),
     "demo": {"tokenizer", "declaration", "verbs"},
     "warmup": {"sessionlayout", "engine", "jit", "options", "sessionfile", "verbs"},

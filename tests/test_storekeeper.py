@@ -45,7 +45,7 @@ def test_a_conversation_goes_on_in_another_engine_as_if_it_had_never_stopped(nam
     again = session(tmp_path, name, **options)
     reply = ask(again, prompt, 12)
     assert (reply.tokens, reply.reused) == (expected.tokens, n_held)
-    assert again.keeper.counters.hits == 1
+    assert again.keeper.counters.n_hits == 1
     assert trunk(again) == trunk(first)
 
 
@@ -112,7 +112,7 @@ def test_a_full_disk_costs_a_line_and_no_answer(tmp_path, monkeypatch):
     chat.keeper._log = lines.append
     monkeypatch.setattr(disksystem.PosixSystem, "write", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
     prompt = talk(chat, 1)
-    assert chat.keeper.counters.failures == 1
+    assert chat.keeper.counters.n_failures == 1
     assert "a conversation is not kept" in lines[0]
     monkeypatch.undo()
     assert ask(chat, prompt, 4).reused >= N
