@@ -15,17 +15,20 @@ N_NEW = 16
 
 
 class EngineFront(RunningFront):
-    """A front over the engine, with saved sessions in a folder of their own."""
+    """A front over the engine, with saved sessions in a folder of their own, and a store if asked for."""
 
     # The first answers after a change of the kernels wait for the compiler.
     deadline_s = 600.0
 
-    def __init__(self, folder: pathlib.Path, *flags: str, saved: pathlib.Path | None = None, model: str = MODEL):
+    def __init__(
+        self, folder: pathlib.Path, *flags: str, saved: pathlib.Path | None = None, model: str = MODEL, store=None
+    ):
         self.saved = saved or folder / "saved"
         self.saved.mkdir(exist_ok=True, mode=0o700)
         engine = [f"--model={model}", f"--slot-save-path={self.saved}", *QUICK, *flags]
+        engine += [f"--store={store}"] if store else []
         command = [sys.executable, str(ROOT / "strata.py"), "--serve", *engine]
-        super().__init__(folder, model, command=command, slot_save_path=str(self.saved))
+        super().__init__(folder, model, command=command, slot_save_path=str(self.saved), store=store and str(store))
 
     def turn(self, ids: list[int], n_new: int = N_NEW, **fields) -> dict:
         """A greedy answer to token ids."""

@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 import given_child
@@ -10,6 +11,7 @@ import httppage
 from given_child import ANSWER
 from given_front import DEADLINE_S, RunningFront, write_tokenizer_model
 from given_images import write_empty_session
+from given_store import flush, kept, new_store
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 
@@ -342,3 +344,47 @@ def test_a_key_is_asked_for(model, tmp_path, chromium):
         page.wait_text("#sessions", "--slot-save-path")
         page.say("hello")
         page.wait_text(".message.assistant", ANSWER)
+
+
+# --- Stored conversations ---
+
+
+@pytest.fixture
+def storing(model, tmp_path):
+    """A front with a store in which two chats are kept, and without a folder for files."""
+    store = new_store(tmp_path / "store")
+    for question in ("what is <b>ten</b>?", "who are you?"):
+        words = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{ANSWER}"
+        ids = np.array(given_child.to_ids(words), np.int32)
+        flush(store, kept(ids, [len(ids)], label=question))
+    with RunningFront(tmp_path, model, store=str(tmp_path / "store")) as front:
+        yield front
+
+
+@pytest.mark.browser
+def test_a_stored_conversation_is_opened_and_gone_on_with(storing, chromium):
+    page = Page(chromium, storing)
+    page.wait_text("#conversations .name", "what is <b>ten</b>?")
+    page.wait_text("#conversations .name", "who are you?")
+    assert not page.one("#files").is_displayed()
+    (name,) = (entry["id"] for entry in storing.get("/sessions").json()["data"] if "ten" in entry["label"])
+    page.press(name, "Open")
+    page.wait_text(".message.user", "what is <b>ten</b>?")
+    page.wait_text(".message.assistant", ANSWER)
+    page.wait_text(".note", "tokens are kept")
+    page.say("and eleven?")
+    storing.wait_for(lambda: any(line.startswith("GEN") for line in storing.verbs()), "GEN")
+    asked = next(line for line in storing.verbs() if line.startswith("GEN")).rpartition(" ")[2]
+    held = ",".join(map(str, given_child.to_ids(f"what is <b>ten</b>?<|im_end|>\n<|im_start|>assistant\n{ANSWER}")))
+    assert held in asked
+
+
+@pytest.mark.browser
+def test_a_stored_conversation_is_deleted_after_a_question(storing, chromium):
+    page = Page(chromium, storing)
+    page.wait_text("#conversations .name", "who are you?")
+    (name,) = (entry["id"] for entry in storing.get("/sessions").json()["data"] if "who" in entry["label"])
+    page.press(name, "Delete")
+    WebDriverWait(chromium, DEADLINE_S).until(expected_conditions.alert_is_present()).accept()
+    page.wait(lambda: len(page.all("#conversations li")) == 1, "one conversation")
+    assert [entry["label"] for entry in storing.get("/sessions").json()["data"]] == ["what is <b>ten</b>?"]
