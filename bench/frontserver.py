@@ -24,7 +24,7 @@ def serving(model: str, *options: str) -> Iterator[str]:
     command = [sys.executable, str(ROOT / "strata.py"), "--serve", "--http=127.0.0.1:0", f"--model={model}", *options]
     with tempfile.TemporaryFile() as log, subprocess.Popen(command, stderr=log) as process:
         try:
-            yield _address(process, log)
+            yield address_of(process, log)
         finally:
             process.terminate()
             try:
@@ -33,7 +33,7 @@ def serving(model: str, *options: str) -> Iterator[str]:
                 process.kill()
 
 
-def _address(process: subprocess.Popen, log) -> str:
+def address_of(process: subprocess.Popen, log) -> str:
     address, end = None, time.monotonic() + START_S
     while address is None or httpx.get(f"{address}/health").status_code != 200:
         log.seek(0)

@@ -1,12 +1,15 @@
 """Stored conversations over HTTP: nobody asks for anything, and after a kill every chat goes on with all its tokens."""
 
 import os
+import re
+import subprocess
+import sys
 
 import openai
 import pytest
 
 from declaration import TEXT
-from given_enginefront import EngineFront
+from given_enginefront import ROOT, EngineFront
 from given_front import RunningFront, error_of, held, write_tokenizer_model
 from modelfile import embedded_model
 from storefolder import survey
@@ -161,6 +164,17 @@ def test_what_is_not_written_yet_is_written_before_the_engine_is_unloaded(tmp_pa
         assert [entry["n_tokens"] for entry in stored(front)] == [chat.n_held]
         n_held = chat.n_held
         assert chat.turn()["cache_n"] == n_held
+
+
+@pytest.mark.kills
+def test_chats_go_on_however_often_engine_and_front_are_killed():
+    """A few of the kills of `bench/kills.py`, which fails where a token or an answer is lost."""
+    command = [sys.executable, "bench/kills.py", "--kills=4", "--chats=3", "--seed=5"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    n_due = int(re.search(r"to be reused behind kills \| (\d+)", ran.stdout)[1])
+    assert n_due > 1000
+    assert "| reused of these | 100.00% |" in ran.stdout
 
 
 # --- without an engine
