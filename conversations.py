@@ -206,6 +206,8 @@ class Conversations:
             self.parking.remove(resumed.offer.parked)
         if resumed.offer.parked is self.beside:
             self.beside = None
+        if resumed.offer.hit:
+            self.keeper.distrust(resumed.offer)
 
     def erase(self) -> int:
         """Forget the latest conversation and its checkpoints; returns how many tokens it had."""

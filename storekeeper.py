@@ -173,6 +173,12 @@ class Keeper:
     def _size_of(self, n_tokens: int, cache: Cache) -> int:
         return cache.cell_bytes(n_tokens) + sum(cache.shape.state_sizes)
 
+    def distrust(self, offer: Offer) -> None:
+        """What a request that failed has read is set aside: it would fail again."""
+        for name in sorted(offer.hit.files):
+            text = "numbers that are not finite came of what is in it"
+            self.store.refused(StoreError("invalid", "not-finite", self.store.path_of(name), text))
+
     def load(self, timeline: Timeline, offer: Offer, prompt: np.ndarray, used: int) -> int:
         """Make a timeline hold what was offered of a prompt, and nothing else; returns how many tokens came back."""
         timeline.forget()

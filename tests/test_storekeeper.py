@@ -10,6 +10,7 @@ import pytest
 import disksystem
 import storekeeper
 from engine import ModelError, Session
+from generation import RequestFailed
 from given_engine import TURN, ask, ids, joined, new_engine, next_turn, trunk
 from given_engineprocess import command, gen
 
@@ -95,6 +96,24 @@ def test_damage_is_a_shorter_hit_and_the_answer_is_right(broken, tmp_path):
         path.write_bytes(data if broken == "flipped" else data[: len(data) // 2])
     reply = ask(again, prompt, 8)
     assert (reply.tokens, reply.reused) == (expected, 0)
+
+
+def test_what_leads_to_numbers_that_are_not_finite_is_set_aside(tmp_path):
+    """Its checksums are right, as it was written so: without that the same prompt would fail for ever."""
+    chat = session(tmp_path, "qwen35")
+    prompt = joined(TURN, ids(N - 1))
+    following = next_turn(prompt, ask(chat, prompt, 6), 1)
+    chat.cache.state.gdn[:] = np.nan
+    chat.rest(never)
+    lines, again = [], session(tmp_path, "qwen35")
+    again.keeper.store.log = lines.append
+    with pytest.raises(RequestFailed, match="send the request again"):
+        ask(again, following, 6)
+    assert "not finite" in lines[0]
+    reply = ask(again, following, 6)
+    assert (reply.tokens, reply.reused) == (ask(session(tmp_path, "qwen35", store=None), following, 6).tokens, 0)
+    again.rest(never)
+    assert ask(session(tmp_path, "qwen35"), next_turn(following, reply, 2), 2).reused > N
 
 
 def test_nothing_is_kept_of_short_ones_nor_where_nothing_is_to_be_kept(tmp_path):
