@@ -114,7 +114,7 @@ def write_session(
     path = os.fspath(path)
     _refuse_unwritable(image, sources)
     layers = sources or image.kv
-    size_bytes = FRAME_BYTES + _payload_bytes(image, layers)
+    size_bytes = session_bytes(image, layers)
     if size_bytes > OPEN:
         raise SessionError("invalid", "too-large", f"the file would have {size_bytes} bytes, more than 64 bits count")
     _refuse_foreign(path)
@@ -161,6 +161,11 @@ def _refuse_foreign(path: str) -> None:
         if not may_replace(path):
             text = "the file of this name is no session file and stays: save under another name, or move it away"
             raise SessionError("invalid", "foreign", text)
+
+
+def session_bytes(image: Image, layers: Sequence[KvSource]) -> int:
+    """Size of the file that `write_session` makes of an image and the K/V of these layers."""
+    return FRAME_BYTES + _payload_bytes(image, layers)
 
 
 def _payload_bytes(image: Image, layers: Sequence[KvSource]) -> int:

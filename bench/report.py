@@ -72,6 +72,8 @@ def add(folder: pathlib.Path, machine: str, paths: list[str]) -> pathlib.Path:
 
 # --- The table
 
+HEADING = ("| what | strata | beside it | | times better | target |", "| --- | ---: | --- | ---: | ---: | --- |")
+
 
 def section(results: dict[str, dict]) -> str:
     """What stands between the marks."""
@@ -79,9 +81,8 @@ def section(results: dict[str, dict]) -> str:
 
 
 def _machine_section(machine: str, benches: dict) -> str:
-    lines = ["", f"{machine}: {_facts(benches)}.", ""]
-    lines += ["| what | strata | beside it | | times better | target |", "| --- | ---: | --- | ---: | ---: | --- |"]
-    lines += [_row(name, row) for name, bench in benches.items() for row in bench["rows"]]
+    lines = ["", f"{machine}: {_facts(benches)}.", "", *HEADING]
+    lines += [line_of(row) for bench in benches.values() for row in bench["rows"]]
     for name, bench in benches.items():
         if bench.get("growth"):
             lines += ["", f"![{name}: growth](../{_plot_path(machine, name).relative_to(ROOT).as_posix()})"]
@@ -101,8 +102,8 @@ def _facts(benches: dict) -> str:
     )
 
 
-def _row(bench: str, row: dict) -> str:
-    """One line; what a bench did not measure is a dash."""
+def line_of(row: dict) -> str:
+    """A figure as a line of the table; what a bench did not measure is a dash."""
     unit = row.get("unit", "s")
     ours, rival = row.get("ours", row.get("ours_s")), row.get("rival_value", row.get("rival_s"))
     ratio, target = row.get("ratio"), row.get("target")
