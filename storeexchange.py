@@ -1,11 +1,10 @@
 """A stored conversation as a session file, and a session file as a stored conversation.
 
-It owns the way from one to the other: through the cache of an engine without weights, which saves and restores as any
-other. It knows the bytes of neither. Invariant: an exported file is what SAVE of that conversation would write. Read
-next: storekeeper.py for what is kept of a conversation, engine.py for SAVE and RESTORE.
+It owns the way from one to the other: through the cache of an engine, without weights where no token has to be read,
+which saves and restores as any other. It knows the bytes of neither. Invariant: an exported file is what SAVE of that
+conversation would write. Read next: storekeeper.py for what is kept of a conversation, engine.py for SAVE and RESTORE.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import numpy as np
@@ -13,12 +12,13 @@ import numpy as np
 import sessionstate
 from blockfile import Progress
 from engine import Engine, Session
+from generation import CHUNK
 from kvcache import Snapshot
 from options import EngineOptions
 from storeflush import Flush
 from storeindex import Conversation
 from storekeeper import fill, kept_of, shape_of
-from storelayout import ROOT, StoreError
+from storelayout import ROOT, State, StoreError
 from storeview import find
 from verbs import SessionDone
 
@@ -30,8 +30,12 @@ def export_conversation(options: EngineOptions, name: str, path: str, log: Log, 
 
     Raises StoreError, SessionError, or ModelError for a model or an option that cannot be used.
     """
-    session = _session(options, log)
-    _bring_in(session, find(session.keeper.store.index.conversations(), name, options.store))
+    session = Session(Engine.outline(options, log))
+    wanted = find(session.keeper.store.index.conversations(), name, options.store)
+    if not _ends(wanted):
+        log("the state at its end is not kept: the weights are loaded, and its last tokens are read again")
+        session = Session(Engine.load(options, log))
+    _bring_in(session, wanted)
     return session.save(path, progress=progress)
 
 
@@ -43,7 +47,7 @@ def import_session(
     Returns what it is in the store now, which may be the start of a longer one. Raises FatalError for a file that
     changed while it was read, and the same as `export_conversation`.
     """
-    session = _session(options, log)
+    session = Session(Engine.outline(options, log))
     keeper, held = session.keeper, session.live
     session.restore(path, progress=progress)
     identity, drafts = keeper.identity(held.steered), session.engine.spec > 1
@@ -56,14 +60,15 @@ def import_session(
     return next(one for one in mine if np.array_equal(one.ids[:n_tokens], kept.ids))
 
 
-def _session(options: EngineOptions, log: Log) -> Session:
-    """A session that computes nothing, and asks for no RAM beyond what it takes."""
-    return Session(Engine.outline(dataclasses.replace(options, conversation_cache_min_free_mib=0), log))
+def _ends(wanted: Conversation) -> list[State]:
+    """The state behind its last token, if that is kept."""
+    return [place.piece for place in wanted.hit.states if place.piece.position == wanted.n_tokens]
 
 
 def _bring_in(session: Session, wanted: Conversation) -> None:
     """Make a stored conversation the live one, with its deepest checkpoint and both stamps."""
     keeper, live, n_tokens, path = session.keeper, session.live, wanted.n_tokens, wanted.last.file.name
+    cache, shape = live.cache, shape_of(live.cache)
     steered = [one for one in (True, False) if keeper.identity(one) == wanted.last.file.head.identity]
     if not steered:
         text = "it is of another model or of other settings: give --model and the options that its engine had"
@@ -71,14 +76,20 @@ def _bring_in(session: Session, wanted: Conversation) -> None:
     if n_tokens > session.engine.max_context:
         text = f"it has {n_tokens} tokens, and a session file for --max-context {session.engine.max_context} has fewer"
         raise StoreError("invalid", "count-limit", path, text)
-    ends = [place.piece for place in wanted.hit.states if place.piece.position == n_tokens]
-    snapshot = fill(live.cache, keeper.store, wanted.hit, wanted.ids)[0] if wanted.is_whole and ends else None
-    if snapshot is None or snapshot.n_tokens < n_tokens:
+    cache.steered = steered[0]
+    snapshot = fill(cache, keeper.store, wanted.hit, wanted.ids)[0] if wanted.is_whole else None
+    if snapshot is None or (snapshot.n_tokens < n_tokens and _ends(wanted)):
         raise StoreError("invalid", "parts", path, "a part of the conversation is missing or damaged")
-    live.cache.steered, live.used, live.complete = steered[0], ends[0].used, True
     before = [place for place in wanted.hit.states if place.piece.position < n_tokens]
-    sink = sessionstate.checkpoint_sink(live.cache)
-    state = keeper.store.load_state(before, shape_of(live.cache), sink)
+    sink = sessionstate.checkpoint_sink(cache)
+    state = keeper.store.load_state(before, shape, sink)
     if state:
         held = Snapshot(wanted.ids[: state.position].copy(), tuple(sink.arrays))
         live.checkpoints.add(held, state.used, root=state.kind == ROOT)
+    live.used = _ends(wanted)[0].used if _ends(wanted) else state.used + 1  # as an answer ends behind its checkpoint
+    if cache.n_tokens < n_tokens:
+        while cache.n_tokens < n_tokens:
+            session.read(live, wanted.ids, min(cache.n_tokens + CHUNK, n_tokens))
+        # The draft layer's last cell stands for a token that was not kept.
+        keeper.store.load(wanted.hit, n_tokens, shape, cache.windows(n_tokens), sessionstate.checkpoint_sink(cache))
+    live.complete = True

@@ -33,7 +33,7 @@ from storelayout import (
     parse_header,
 )
 
-HEAD_READ = 1 << 16  # bytes of a file that are read at once for its head: those of a turn are in it
+HEAD_READ = 1 << 14  # bytes of a file that are read at once for its head: those of a turn are in it
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ Read next: storefolder.py, which makes the room; storefile.py, which writes.
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,12 +32,15 @@ from storelayout import (
     root_key,
 )
 
+LARGE_BYTES = 1 << 20  # a state of so many has a file of its own, so that it goes without anything being copied
+OLD_SHARE = 4  # what is read again behind an older state may be this part of what was abandoned behind it
+
 
 class OfferedState(NamedTuple):
     """A state that could be kept: what folds the first `position` tokens, in five arrays (`Snapshot.arrays`)."""
 
     position: int
-    arrays: Sequence[np.ndarray]
+    arrays: Callable[[], Sequence[np.ndarray]]  # asked at once, and only where it is to be written
     kind: int  # TURN or ROOT
     used: int = 0  # stamp of its last use
 
@@ -58,12 +61,21 @@ class Kept:
 
 @dataclass(eq=False)
 class _Plan:
-    """What one file is to hold, and which files go behind it."""
+    """What is to be written, and which files go behind it."""
 
     head: Head
     sources: list[list[Pull]]
     superseded: list[str] = field(default_factory=list)
     dropped: set[State] = field(default_factory=set)  # states that this flush makes superfluous
+
+    def files(self) -> list[tuple[Head, list[list[Pull]]]]:
+        """Heads and sources of the files that hold it, cells first: without these a state is worth nothing."""
+        head, n_segments = self.head, len(self.head.segments)
+        if not self.sources or head.shape.state_bytes < LARGE_BYTES:
+            return [(head, self.sources)] if self.sources else []
+        cells = [(head._replace(states=()), self.sources[:n_segments])] if n_segments else []
+        alone = zip(head.states, self.sources[n_segments:], strict=True)
+        return cells + [(head._replace(segments=(), states=(state,)), [source]) for state, source in alone]
 
 
 class Carrier:
@@ -90,44 +102,53 @@ class Carrier:
 
 
 class Flush:
-    """One file on its way. Call `step` until it is False, whenever there is time; `close` gives up.
+    """What is new of a conversation on its way: a file, and one for each large state. Call `step` until it is False,
+    whenever there is time; `close` gives up.
 
-    Every failure is a StoreError and ends the flush, with nothing left of it; what is in the store stays as it was. A
-    `path` in it may be that of an older file: that one is set aside already, and a new flush does without it.
+    Every failure is a StoreError and ends the flush, with no unfinished file left; what is in the store stays as it
+    was. A `path` in it may be that of an older file: that one is set aside already, and a new flush does without it.
     """
 
     def __init__(self, store: Store, kept: Kept):
         """Decide what is written and make room for it; `size_bytes` is 0 where the store has it all."""
-        self.store, self._identity = store, kept.identity
-        self.name, self.size_bytes, self.n_new_bytes = "", 0, 0
+        self.store, self._identity, self._key = store, kept.identity, _key_at_end(kept)
+        self.names: list[str] = []
+        self.size_bytes, self.n_new_bytes = 0, 0
         self._writer: StoreWriter | None = None
         self._carrier = Carrier(store)
         self._pins = contextlib.ExitStack()
         store.refresh()
         self._plan = self._make_plan(kept)
-        if not self._plan.sources:
+        self._files = self._plan.files()
+        size_bytes = sum(head.file_bytes for head, _ in self._files)
+        if not size_bytes:
             return
-        size_bytes = self._plan.head.file_bytes
         try:
             self._pins.enter_context(store.pinned(store.index.along(kept.identity, kept.ids)))
             store.make_room(size_bytes, self._plan.superseded)
-            self.name = store.new_name(_key_at_end(kept))
-            self._writer = StoreWriter(store.path_of(self.name), self._plan.head, self._plan.sources)
-        except ValueError as error:
-            self.close()
-            raise StoreError("storage", "too-large", store.folder, f"it is not kept: {error}") from error
+            self._begin_file()
         except BaseException:
             self.close()
             raise
         self.size_bytes = size_bytes
 
+    def _begin_file(self) -> None:
+        self.names.append(self.store.new_name(self._key))
+        try:
+            self._writer = StoreWriter(self.store.path_of(self.names[-1]), *self._files.pop(0))
+        except ValueError as error:
+            raise StoreError("storage", "too-large", self.store.folder, f"it is not kept: {error}") from error
+
     def step(self) -> bool:
-        """Write a block more; behind the last one the file gets its name, and what it replaces goes."""
+        """Write a block more; behind the last one a file gets its name, and behind all what they replace goes."""
         try:
             if self._writer is not None:
                 if self._writer.step():
                     return True
-                self.store.take_in(self.name, self._writer)
+                self.store.take_in(self.names[-1], self._writer)
+                if self._files:
+                    self._begin_file()
+                    return True
         except BaseException as error:
             self.close()
             if isinstance(error, StoreError) and os.path.basename(error.path) in self._plan.superseded:
@@ -159,10 +180,12 @@ class Flush:
         index, identity = self.store.index, kept.identity
         segments = [s for s in segments_of(kept) if not index.covered(identity, s, ())]
         held = [place.piece for place in index.find(identity, kept.ids).states]
-        offered = {state_at(kept, offer): offer for offer in kept.states}
-        states = [state for state in offered if not index.covered(identity, state, ())]
         sources = [cells_of(segment, kept.shape, kept.windows) for segment in segments]
-        sources += [arrays_of(offered[state].arrays) for state in states]
+        n_cell_bytes = sum(pull.size for source in sources for pull in source)
+        offers = worth_keeping(kept.states, kept.shape.state_bytes, n_cell_bytes, kept.replay_tokens)
+        offered = {state_at(kept, offer): offer for offer in offers}
+        states = [state for state in offered if not index.covered(identity, state, ())]
+        sources += [arrays_of(offered[state].arrays()) for state in states]
         label = kept.label.encode("utf-8", "replace")[:MAX_LABEL_BYTES].decode("utf-8", "ignore")
         head = Head(identity, kept.shape, tuple(segments), tuple(states), label)
         plan = _Plan(head, sources, dropped=superfluous(held, offered, kept.replay_tokens))
@@ -234,19 +257,34 @@ def state_at(kept: Kept, offer: OfferedState) -> State:
     return State(parent, offer.position, raw[len(raw) - rest * ID_BYTES :], offer.kind, offer.used)
 
 
+def worth_keeping(
+    offers: Sequence[OfferedState], state_bytes: int, n_cell_bytes: int, replay_tokens: int
+) -> list[OfferedState]:
+    """The states that are worth their bytes: all but a large one at the end, where the new cells have fewer, and the
+    tokens behind the state before it may as well be read again.
+
+    The one before, at the start of the last answer, serves a turn that goes on with the answer, and one that does not.
+    """
+    offers = sorted(offers, key=lambda offer: offer.position)
+    is_near = len(offers) > 1 and offers[-1].position - offers[-2].position <= replay_tokens
+    return offers[:-1] if is_near and state_bytes > max(n_cell_bytes, LARGE_BYTES) else offers
+
+
 def superfluous(held: Sequence[State], offered: Sequence[State], replay_tokens: int) -> set[State]:
     """Which states of a conversation are not worth their bytes any more, now that these are offered.
 
-    What is offered stays, and so does the end of a system prompt; of the others each stays that is more than
-    `replay_tokens` behind the one before it. Where nothing is offered, nothing goes.
+    What is offered stays, and so does the end of a system prompt. Of the others each stays that is more than
+    `replay_tokens` behind the one before it, and more than a part of what would be abandoned by going back there: a
+    long conversation has few old states. Where nothing is offered, nothing goes.
     """
     if not offered:
         return set()
     positions = {state.position for state in offered}
-    last, dropped = 0, set()
+    end, last, dropped = max(positions), 0, set()
     for position in sorted(positions | {state.position for state in held}):
         mine = [state for state in held if state.position == position]
-        if position in positions or any(state.kind == ROOT for state in mine) or position - last > replay_tokens:
+        is_far = position - last > max(replay_tokens, (end - position) // OLD_SHARE)
+        if position in positions or any(state.kind == ROOT for state in mine) or is_far:
             last = position
         else:
             dropped |= set(mine)

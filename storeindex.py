@@ -14,6 +14,7 @@ import numpy as np
 
 from storelayout import (
     ID_BYTES,
+    ROOT,
     SEGMENT_TOKENS,
     Head,
     Segment,
@@ -120,6 +121,12 @@ def _slot(piece: Piece) -> Slot:
     return piece.parent, piece.start
 
 
+def _goes_on(tree: _Tree, state: State) -> bool:
+    """Whether a segment holds more than the tokens that a state folds."""
+    segments = tree.segments.get(_slot(state), {})
+    return any(len(ids) > len(state.ids) and ids.startswith(state.ids) for ids in segments)
+
+
 def _behind(segment: Segment) -> Slot:
     return segment.key, segment.end
 
@@ -219,8 +226,11 @@ class StoreIndex:
         return any(place.file.name not in without and covers(place.piece, piece) for place in places)
 
     def is_continued(self, file: StoreFile) -> bool:
-        """Whether a piece of another file lies behind a full segment that this file alone holds."""
+        """Whether a piece of another file lies behind a full segment that this file alone holds, or a text goes on
+        behind the end of a system prompt whose state is here."""
         identity, tree = file.head.identity, self._trees[file.head.identity]
+        if any(state.kind == ROOT and _goes_on(tree, state) for state in file.head.states):
+            return True
         for segment in file.head.segments:
             if segment.is_full:
                 behind = [place for held in tree.both for places in held.get(_behind(segment), {}).values()
@@ -230,12 +240,14 @@ class StoreIndex:
         return False
 
     def before(self, file: StoreFile) -> set[str]:
-        """Names of the files with the segments that stand right before pieces of this one."""
+        """Names of the files with the segments and states that stand right before pieces of this one."""
         tree = self._trees[file.head.identity]
         names = set()
         for piece in file.pieces:
             if segment := tree.named.get(_slot(piece)):
                 names |= {place.file.name for place in tree.segments[_slot(segment)][segment.ids]}
+            for ids, places in tree.states.get(_slot(piece), {}).items():
+                names |= {place.file.name for place in places if piece.ids.startswith(ids)}
         return names - {file.name}
 
     def conversations(self) -> list[Conversation]:

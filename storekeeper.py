@@ -48,8 +48,11 @@ def kept_of(held: Timeline | Parked, cache: Cache, identity: bytes, drafts: bool
     be read again.
     """
     chain = [c for c in held.checkpoints.chain if c.root or c is held.checkpoints.deepest()]
-    states = {c.n_tokens: OfferedState(c.n_tokens, c.snapshot.arrays, ROOT if c.root else TURN, c.used) for c in chain}
-    states.setdefault(held.n_tokens, OfferedState(held.n_tokens, held.live_arrays(), TURN, held.used))
+    states = {held.n_tokens: OfferedState(held.n_tokens, held.live_arrays, TURN, held.used)}
+    for c in chain:
+        states[c.n_tokens] = OfferedState(
+            c.n_tokens, lambda c=c: c.snapshot.arrays, ROOT if c.root else TURN, c.used
+        )  # fmt: skip
     n_drafted = held.n_tokens if drafts and held.drafted else 0
     ids, sources = np.array(held.ids, np.int32), sessionstate.sources_of(held, cache)
     return Kept(identity, shape_of(cache), ids, sources, list(states.values()), n_drafted, label, n_replayed)

@@ -15,6 +15,7 @@ parsed is whole, its hash was right, and every range that it speaks of lies in a
 `man/strata-store.5` is the same as a table. Read next: storefile.py, which writes and reads such files.
 """
 
+import functools
 import hashlib
 import itertools
 import struct
@@ -114,13 +115,17 @@ class Shape(NamedTuple):
 
     def rates(self, has_draft: bool) -> tuple[int, int]:
         """Bytes of a page and of a row of all layers of a segment."""
-        layers = self.layers if has_draft else self.trunk
-        return sum(sum(units[:-1]) for units in layers), sum(units[-1] for units in layers)
+        return _rates(self.layers if has_draft else self.trunk)
 
     def takes(self, other: "Shape") -> bool:
         """Whether pools and states of this shape can be filled from a file of another; either may lack the draft."""
         same = self.trunk == other.trunk and self.state_sizes == other.state_sizes
         return same and (not (self.has_draft and other.has_draft) or self.layers[-1] == other.layers[-1])
+
+
+@functools.lru_cache(maxsize=64)  # files of one model have one shape, and there may be ten thousand
+def _rates(layers: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
+    return sum(sum(units[:-1]) for units in layers), sum(units[-1] for units in layers)
 
 
 def _size(n_tokens: int, rates: tuple[int, int]) -> int:

@@ -593,7 +593,9 @@ def _exchange(args: argparse.Namespace) -> int:
     import engine
     import storeexchange
 
-    settings = options.read_identity_options(args, store=os.path.realpath(args.folder))
+    settings = options.read_identity_options(
+        args, store=os.path.realpath(args.folder), conversation_cache_min_free_mib=0
+    )
     settings = replace(settings, model=_model_path(settings.model))
     try:
         with _unwinding(), _reading_progress(args.file, quiet=args.quiet) as progress:

@@ -108,7 +108,9 @@ def same_state(shape: Shape, sink: StateSink, ids: np.ndarray) -> bool:
 
 def kept(ids, states=(), *, shape=SHAPE, identity=IDENTITY, n_drafted=1 << 30, root=0, label="", replay=0) -> Kept:
     """A conversation with states at some positions, that at `root` being the end of its system prompt."""
-    offered = [OfferedState(n, state_arrays(shape, ids[:n]), ROOT if n == root else 0) for n in states]
+    offered = [
+        OfferedState(n, lambda n=n: state_arrays(shape, ids[:n]), ROOT if n == root else 0) for n in states
+    ]
     return Kept(identity, shape, ids, filled_windows(shape, ids), offered, n_drafted, label, replay)
 
 
@@ -125,7 +127,7 @@ def writer_of(path, what: Kept, pick=lambda segment: True) -> StoreWriter:
     segments, states = list(filter(pick, segments_of(what))), [state_at(what, offer) for offer in what.states]
     head = Head(what.identity, what.shape, tuple(segments), tuple(states), what.label)
     sources = [cells_of(segment, what.shape, what.windows) for segment in segments]
-    return StoreWriter(str(path), head, sources + [arrays_of(offer.arrays) for offer in what.states])
+    return StoreWriter(str(path), head, sources + [arrays_of(offer.arrays()) for offer in what.states])
 
 
 def write(path, what: Kept, pick=lambda segment: True) -> Head:

@@ -18,6 +18,7 @@ import pytest
 import blockfile
 import disksystem
 import given_store
+import storeflush
 import storefolder
 import unfinished
 from given_faults import (
@@ -132,14 +133,26 @@ def test_a_flush_whose_nth_call_fails(code, filled, tmp_path):
     assert not refused & {"set_direct", "forget", "touch", "hold", "unlink", "exclude"}
 
 
-def flush_under(system, code: int, folder) -> StoreError | None:
+@pytest.mark.faults
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_flush_of_several_files_whose_nth_call_fails(code, filled, tmp_path, monkeypatch):
+    """The cells come first: where the file of the state fails, they are there, and the state before them serves."""
+    monkeypatch.setattr(storeflush, "LARGE_BYTES", 1)
+    found = set()
+    for system in every_call(fails(code), "a call in a flush fails"):
+        flush_under(system, code, folder := fresh(filled, tmp_path), between=[(1000, 700)])
+        found.add(len(list(folder.glob("*.store"))))
+    assert found == {3}, "what was there twice is gone: the other one, the cells of this one, and its state"
+
+
+def flush_under(system, code: int, folder, between=()) -> StoreError | None:
     """Flush a turn while a call fails, hold what is there then against what must be, and flush it again."""
     store = new_store(folder)
     error = under(system, new_turn(store))
     assert error is None or error.kind == KINDS.get(code, "io")
     for again in (store, new_store(folder)):
         found = positions(again, NEW)
-        assert found == (1000, 1000) if error is None else found in ((700, 700), (1000, 1000))
+        assert found == (1000, 1000) if error is None else found in ((700, 700), (1000, 1000), *between)
         assert positions(again, OTHER) == (300, 300)
     assert left_over(folder) == [] or system.met == "unlink"
     assert not any(DAMAGED.fullmatch(path.name) for path in folder.iterdir())

@@ -51,8 +51,8 @@ ALLOWED = {
     "storeflush": {"storefile", "storefolder", "storeindex", "storelayout"},
     "storekeeper": {"fingerprint", "kvcache", "promptcache", "sessionstate", "storeflush", "storefolder", "storeindex"}
     | {"storelayout", "verbs"},
-    "storeexchange": {"blockfile", "engine", "kvcache", "options", "sessionstate", "storeflush", "storeindex"}
-    | {"storekeeper", "storelayout", "storeview", "verbs"},
+    "storeexchange": {"blockfile", "engine", "generation", "kvcache", "options", "sessionstate", "storeflush"}
+    | {"storeindex", "storekeeper", "storelayout", "storeview", "verbs"},
     "storeview": {"printable", "storefile", "storeflush", "storefolder", "storeindex", "storelayout"},
     "storecommand": {"blockfile", "printable", "storefile", "storefolder", "storeindex", "storelayout"},
     "chattemplate": set(),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import storeflush
 import strata
 from engine import Engine, Session
 from given_engine import MODELS, TURN, ask, ids, joined, new_engine, next_turn, trunk
@@ -59,6 +60,24 @@ def test_an_exported_file_is_byte_for_byte_what_save_writes(name, options, turns
     assert run("export", tmp_path / "store", entry["id"], tmp_path / "exported.bin", *flags(name, options)) == 0
     assert (tmp_path / "exported.bin").read_bytes() == (tmp_path / "saved.bin").read_bytes()
     assert f"{chat.n_tokens} tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "options"), CASES[1:])
+def test_what_no_state_is_kept_behind_is_read_again_for_an_exported_file(name, options, tmp_path, capsys, monkeypatch):
+    """As of large states, of which the one before the answer is worth its bytes and the one at its end is not."""
+    monkeypatch.setattr(storeflush, "worth_keeping", lambda offers, *_: offers[1:])  # they begin with the end
+    chat = session(tmp_path, name, **options)
+    prompt = talk(chat, 2)
+    chat.save(str(tmp_path / "saved.bin"))
+    (entry,) = listed(tmp_path / "store", capsys)
+    assert entry["states"][0] < entry["n_tokens"] == chat.n_tokens
+    arguments = [entry["id"], tmp_path / "exported.bin", *flags(name, options)]
+    assert run("export", tmp_path / "store", *arguments) == 0
+    assert "read again" in capsys.readouterr().err
+    assert (tmp_path / "exported.bin").read_bytes() == (tmp_path / "saved.bin").read_bytes()
+    again = session(tmp_path, name, **options)
+    reply = ask(again, prompt, 8)
+    assert (reply.tokens, reply.reused) == (ask(chat, prompt, 8).tokens, entry["states"][0])
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)

@@ -1,9 +1,12 @@
 """What a flush writes and replaces, and that all of it is found again by any engine with the same model."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 import blockfile
+import storeflush
 from cells import FORMATS
 from given_kernels import CPU
 from given_store import (
@@ -73,7 +76,7 @@ def test_pools_and_running_state_of_a_cache_come_back_whole(cells, tmp_path, mon
         flat[:] = rng.integers(0, 100, flat.size, np.uint8)
     old.commit(ids)
     shape = Shape.of(old.windows(1), True, form.state_sizes)
-    state = OfferedState(len(ids), old.capture().arrays, TURN)
+    state = OfferedState(len(ids), lambda: old.capture().arrays, TURN)
     flush(new_store(tmp_path), Kept(IDENTITY, shape, ids, old.windows(len(ids)), [state], len(ids)))
     store, sink = new_store(tmp_path), checkpoint_sink(new)
     hit = store.lookup(IDENTITY, np.append(ids, 5))
@@ -183,3 +186,80 @@ def test_kinds_of_states_are_kept(tmp_path):
     flush(store, kept(ids, [300, 600], root=300))
     kinds = {place.piece.position: place.piece.kind for place in new_store(tmp_path).lookup(IDENTITY, ids).states}
     assert kinds == {300: ROOT, 600: 0}
+
+
+# --- large states
+
+BIG_STATES = Shape(((4, 4, 0, 0, 0),), False, BIG.state_sizes)
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """The states of BIG count as large."""
+    monkeypatch.setattr(storeflush, "LARGE_BYTES", 50_000)
+
+
+def n_files_of(store, n_segments: int, n_states: int) -> int:
+    heads = [file.head for file in store.index.files.values()]
+    return sum((bool(head.segments), len(head.states)) == (bool(n_segments), n_states) for head in heads)
+
+
+def test_a_large_state_has_a_file_of_its_own_and_goes_with_it(large, tmp_path):
+    store, ids = new_store(tmp_path), ids_of(6000, 1)
+    first = flush(store, kept(ids[:3000], [300, 1500, 3000], shape=BIG, root=300))
+    assert (len(first.names), n_files_of(store, 1, 0), n_files_of(store, 0, 1)) == (4, 1, 3)
+    assert sum(files(tmp_path).values()) == first.size_bytes
+    turn = flush(store, kept(ids[:5000], [5000], shape=BIG, replay=4000))
+    assert turn.size_bytes - turn.n_new_bytes < 4 * 5000, "nothing was copied but what stands in tables"
+    assert n_files_of(store, 0, 1) == 2, "those of the system prompt and of the latest turn"
+    for again in (store, new_store(tmp_path)):
+        assert position(check_prompt(again, ids[:5000], shape=BIG)) == (5000, 5000)
+        assert position(check_prompt(again, ids[:4000], shape=BIG)) == (4000, 300)
+
+
+def test_the_end_of_an_answer_is_left_out_where_it_costs_more_than_the_turn(large, tmp_path):
+    """The state before the answer is there, and it serves both what goes on with the answer and what does not."""
+    store, ids = new_store(tmp_path), ids_of(3000, 1)
+    flush(store, kept(ids[:1000], [900, 1000], shape=BIG, replay=200))
+    assert position(check_prompt(store, ids[:1000], shape=BIG)) == (1000, 900)
+    flush(store, kept(ids[:1200], [1100, 1200], shape=BIG, replay=50))
+    assert position(check_prompt(store, ids[:1200], shape=BIG)) == (1200, 1200), "too much to be read again"
+    flush(store, kept(ids, [2900, 3000], shape=SHAPE, replay=10**6, identity=b"\1" * 32))
+    hit = store.lookup(b"\1" * 32, ids)
+    assert [place.piece.position for place in hit.states] == [3000, 2900], "small ones are all kept"
+
+
+def test_a_state_that_is_not_written_is_not_asked_for(large, tmp_path):
+    what = kept(ids_of(1000, 1), [900, 1000], shape=BIG, replay=200)
+    what.states[1] = what.states[1]._replace(arrays=lambda: pytest.fail("it was captured"))
+    flush(new_store(tmp_path), what)
+
+
+def test_a_long_conversation_has_few_old_states(large, tmp_path, monkeypatch):
+    """A state a turn, none of which may be read again: with distance they become rare, and what is left is enough."""
+    monkeypatch.setattr(blockfile, "BLOCK_BYTES", 1 << 16)
+    store, ids = new_store(tmp_path), ids_of(10_000, 1)
+    for n_tokens in range(200, 10_001, 200):
+        flush(store, kept(ids[:n_tokens], [n_tokens], shape=BIG_STATES, replay=150))
+    held = sorted(state.position for file in store.index.files.values() for state in file.head.states)
+    assert len(held) < 25
+    for before, after in itertools.pairwise([0, *held]):
+        assert after - before <= 200 + (10_000 - before) * 2 // storeflush.OLD_SHARE
+
+
+def test_the_state_of_a_system_prompt_outlives_what_goes_on_with_it(large, tmp_path):
+    """No file continues its own: without a rule of its own it would go first, being used least of late."""
+    store, root = new_store(tmp_path), ids_of(300, 1)
+    chats = [ids_of(900, seed, root) for seed in (2, 3, 4)]
+    flush(store, kept(chats[0], [300, 900], shape=BIG, root=300))
+    for chat in chats[1:]:
+        flush(store, kept(chat, [900], shape=BIG))
+    n_steps = 0
+    while files(tmp_path):
+        for chat in chats:
+            hit = store.lookup(IDENTITY, chat)
+            assert hit.n_tokens <= 300 or 300 in {place.piece.position for place in hit.states}
+        store.quota_bytes = sum(files(tmp_path).values()) - 1
+        assert store.prune()[0] == 1
+        n_steps += 1
+    assert n_steps == 7

@@ -69,7 +69,7 @@ def chats(store, n: int, n_tokens: int = 500, start=()) -> list:
     found = []
     for seed in range(n):
         ids = ids_of(n_tokens, 100 + seed, start)
-        name = flush(store, kept(ids, [n_tokens])).name
+        name = flush(store, kept(ids, [n_tokens])).names[0]
         age(store, name, 1000 * (n - seed))
         found.append((ids, name))
     return found
@@ -82,13 +82,13 @@ def test_the_least_recently_used_goes_first_and_never_the_newest(tmp_path):
     store.quota_bytes = 4 * size
     assert position(check_prompt(store, old[0][0])) == (500, 500)  # used just now
     newest = flush(store, kept(ids_of(500, 999), [500]))
-    assert set(files(tmp_path)) == {old[0][1], old[2][1], old[3][1], newest.name}
+    assert set(files(tmp_path)) == {old[0][1], old[2][1], old[3][1], newest.names[0]}
     assert position(check_prompt(store, ids_of(500, 999))) == (500, 500)
 
 
 def test_a_small_shared_beginning_stays_while_anything_continues_it(tmp_path):
     store, start = new_store(tmp_path), ids_of(300, 1)
-    root = flush(store, kept(start, [300], root=300)).name
+    root = flush(store, kept(start, [300], root=300)).names[0]
     age(store, root, 10**6)
     old = chats(store, 4, 900, start)
     assert store.index.is_continued(store.index.files[root])
@@ -109,7 +109,7 @@ def test_a_small_shared_beginning_stays_while_anything_continues_it(tmp_path):
 def test_turns_of_one_chat_do_not_evict_each_other(tmp_path):
     """The chain of the live conversation stays; where nothing else is left, the new turn is not kept."""
     store, ids, lines = new_store(tmp_path), ids_of(6000, 1), []
-    stranger = flush(store, kept(ids_of(500, 77), [500])).name
+    stranger = flush(store, kept(ids_of(500, 77), [500])).names[0]
     store.quota_bytes = 200_000
     n_kept = 0
     for n_tokens in range(500, 6001, 500):
@@ -196,7 +196,7 @@ def test_damage_is_a_shorter_hit_and_is_set_aside(tmp_path):
     lines = []
     store, ids = new_store(tmp_path, log=lines.append), ids_of(2600, 1)
     flush(store, kept(ids[:1000], [500, 1000], n_drafted=0, replay=1))
-    name = flush(store, kept(ids, [2600])).name
+    name = flush(store, kept(ids, [2600])).names[0]
     path = tmp_path / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -218,7 +218,7 @@ def test_damage_is_a_shorter_hit_and_is_set_aside(tmp_path):
 def test_a_damaged_state_leaves_the_one_before(tmp_path):
     store, ids = new_store(tmp_path), ids_of(1000, 1)
     flush(store, kept(ids[:600], [600], shape=BIG))
-    name = flush(store, kept(ids, [1000], shape=BIG)).name
+    name = flush(store, kept(ids, [1000], shape=BIG)).names[0]
     data = bytearray((tmp_path / name).read_bytes())
     data[-200] ^= 1
     (tmp_path / name).write_bytes(data)
@@ -230,8 +230,8 @@ def test_a_damaged_state_leaves_the_one_before(tmp_path):
 @pytest.mark.parametrize("way", ["flipped head", "cut", "empty", "foreign", "newer", "link", "folder"])
 def test_what_lies_in_the_folder_at_the_start(way, tmp_path):
     store, ids, lines = new_store(tmp_path), ids_of(500, 1), []
-    name = flush(store, kept(ids, [500])).name
-    other = flush(store, kept(ids_of(500, 2), [500])).name
+    name = flush(store, kept(ids, [500])).names[0]
+    other = flush(store, kept(ids_of(500, 2), [500])).names[0]
     path = tmp_path / name
     data = bytearray(path.read_bytes())
     if way == "flipped head":
@@ -362,7 +362,7 @@ def test_a_file_comes_within_one_tick_of_the_folders_clock(tmp_path):
 
 def test_what_another_engine_continues_meanwhile_goes_behind_that(tmp_path):
     mine, other, ids = new_store(tmp_path), new_store(tmp_path), ids_of(900, 1)
-    root = flush(mine, kept(ids[:300], [300])).name
+    root = flush(mine, kept(ids[:300], [300])).names[0]
     flush(mine, kept(ids_of(300, 7), [300]))
     age(mine, root, 1000)
     flush(other, kept(ids, [900], root=900))

@@ -53,7 +53,7 @@ def plain_bytes(kept, *, with_draft: bool) -> bytes:
         full = offer.position // 256
         states += struct.pack("<16sIIQ", (*parents, parent)[full], offer.position, offer.kind, offer.used)
         state_ids += raw[1024 * full : 4 * offer.position]
-        payload += b"".join(array.tobytes() for array in offer.arrays)
+        payload += b"".join(array.tobytes() for array in offer.arrays())
     table = b"".join(struct.pack("<5I", *units) for units in layers) + segments + states + raw + state_ids
     table += kept.label.encode()
     counts = len(layers), len(parents), len(kept.states), len(kept.label.encode())
@@ -95,7 +95,7 @@ def test_round_trips_of_random_shapes(tmp_path):
             rng.shuffle(order)
             expected = [np.concatenate([pulled(pull) for pull in pulls] or [np.empty(0, np.uint8)])
                         for pulls in [cells_of(s, shape, what.windows) for s in head.segments]
-                        + [arrays_of(offer.arrays) for offer in what.states]]  # fmt: skip
+                        + [arrays_of(offer.arrays()) for offer in what.states]]  # fmt: skip
             for index in order:
                 assert np.array_equal(pulled(reader.pull(index)), expected[index])
 
