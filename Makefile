@@ -18,7 +18,7 @@ LONG := simulator or compiler or kills or faults or processes or soak or browser
 
 .PHONY: demo model quick test check man bench clean
 
-demo: $(READY) $(DEMO_MODEL)  ## compile kernels, read a long prompt, save, end, start again, restore, go on
+demo: $(READY) $(DEMO_MODEL)  ## compile kernels, hold two conversations, kill the process, go on with both
 	@$(RUN)python strata.py warmup $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
 	@$(RUN)python strata.py demo $(if $(DEMO_MODEL),--model $(DEMO_MODEL))
 

@@ -187,9 +187,10 @@ def _add_warmup(commands) -> None:
 
 def _add_demo(commands) -> None:
     demo = commands.add_parser(
-        "demo", allow_abbrev=False, help="the whole story: read a long prompt, save, end, start again, restore, go on"
+        "demo", allow_abbrev=False, help="the whole story: two conversations, a kill, and both go on in a new process"
     )
     demo.add_argument("--model", metavar="PATH", help=f"GGUF file to run {EMBEDDED}")
+    demo.add_argument("--files", action="store_true", help="the story of files: save, end, start again, restore, go on")
     demo.set_defaults(run=run_demo)
 
 
@@ -387,13 +388,16 @@ def _compiling_progress() -> Iterator[Callable[[int], None]]:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """A conversation that outlives its process, shown with a real model."""
+    """Conversations that outlive their process, shown with a real model."""
     import demo
+    import demofiles
+    import demostage
 
+    tell = demofiles.run if args.files else demo.run
     try:
         with _unwinding():
-            return EXIT_OK if demo.run(_model_path(args.model)) else EXIT_FAILED
-    except demo.DemoError as error:
+            return EXIT_OK if tell(_model_path(args.model)) else EXIT_FAILED
+    except demostage.DemoError as error:
         raise CommandError(str(error)) from error
 
 

@@ -73,28 +73,28 @@ class Bench:
         for path in [*pathlib.Path(self.store).glob("*.store"), pathlib.Path(self.folder, "held.bin")]:
             (cat if warm else evict)(str(path))
 
-    def first_token_s(self, n_reused: int, *, stored: bool, warm: bool) -> float:
+    def first_token_s(self, n_shared: int, *, whole: bool, stored: bool, warm: bool) -> float:
         """Seconds in a new engine, from its READY, for a prompt that begins with so many tokens of what is kept."""
         self._touch(warm=warm)
         self._n_prompts += 1  # another one each time, as what is asked is kept as well
-        new = self.ids[n_reused : n_reused + N_FOLLOWING] + self._n_prompts
-        prompt = np.concatenate([self.ids[:n_reused], new])
+        new = self.ids[n_shared : n_shared + N_FOLLOWING] + self._n_prompts
+        prompt = np.concatenate([self.ids[:n_shared], new])
         with self.engine(*(("--store", self.store) if stored else ())) as engine:
             seconds = 0.0 if stored else engine.restore("held.bin")
-            # A conversation of which the prompt shares a part only may be worth more than that: it stays as it is.
-            return seconds + engine.turn(prompt, 1, n_reused if stored else None).seconds
+            # Of a part, nothing may be reused: where no state was kept, or where what was restored is worth more.
+            return seconds + engine.turn(prompt, 1, n_shared if whole else None).seconds
 
     def restarts(self, n_tokens: int) -> None:
-        for what, n_reused in (("whole", n_tokens), ("part", n_tokens // PART)):
+        for what, n_shared in (("whole", n_tokens), ("part", n_tokens // PART)):
             for state in ("cold", "warm"):
                 stored, restored = (
                     statistics.median(
-                        self.first_token_s(n_reused, stored=stored, warm=state == "warm")
+                        self.first_token_s(n_shared, whole=what == "whole", stored=stored, warm=state == "warm")
                         for _ in range(self.rounds)
                     )
                     for stored in (True, False)
                 )
-                work = f"{n_reused:,} of {n_tokens:,} tokens from the store to the first token, {state}"
+                work = f"{n_shared:,} of {n_tokens:,} tokens from the store to the first token, {state}"
                 self.add(work, stored, "RESTORE and GEN", restored, GOALS[what])
 
     # --- what it costs

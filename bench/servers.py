@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import demo
+import demostage
 import verbs
 
 START_S = 120  # for a model to be read and the server to warm up
@@ -71,13 +71,13 @@ def _checked(server: Server, turn: Turn, n_new: int, n_reused: int | None) -> Tu
     )
 
 
-class Strata(demo.EngineProcess):
+class Strata(demostage.EngineProcess):
     """`strata --serve` as a child."""
 
     name = "strata"
 
     def __init__(self, settings: Settings, *options: str):
-        command = [*demo.ENGINE_COMMAND, "--backend", "cpu", "--model", settings.model]
+        command = [*demostage.ENGINE_COMMAND, "--backend", "cpu", "--model", settings.model]
         command += ["--max-context", str(settings.context), "--threads", str(settings.threads)]
         command += ["--slot-save-path", settings.folder, *options]
         command += ["--session-min-free-mib", "0", "--conversation-cache-min-free-mib", "0"]

@@ -1,50 +1,50 @@
-"""The demo's story, told by a scripted engine: what it checks, and that it fails where a promise is broken."""
+"""The demo's story, told by a scripted engine with a real store: what it checks, and that a broken promise fails."""
 
 import io
+import pathlib
 import sys
 
 import pytest
 from rich.console import Console
 
 import demo
-from given_tokenizer import ALPHABET, CHATML, IM_END, TOKENS, write_model
+from demostage import DemoError, Turn
+from given_tokenizer import CHATML, write_model
 
-# It answers as `strata --serve` does. The tokens depend on the whole prompt, what is held on what was held or restored.
+# It answers as `strata --serve --store` does; the tokens depend on the whole prompt, what is held on what was kept.
 ENGINE = """
-import pathlib, sys
-fault, folder = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--slot-save-path") + 1])
-held, restored = [], False
+import sys
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests"]
+import numpy as np
+from given_store import IDENTITY, PLAIN, flush, kept, new_store
+fault = sys.argv[1]
+store = new_store(sys.argv[sys.argv.index("--store") + 1]) if "--store" in sys.argv else None
+again = bool(store and store.index.files)
+held = []
 def say(text): print(text, flush=True)
 if fault == "no start":
     print("model.gguf: no such tensor", file=sys.stderr)
     sys.exit(1)
-say("INFO context=4096"); say("READY %d stop" % (300 if fault == "small" else 16000))
+say("READY %d stop" % (300 if fault == "small" else 16000))
 for line in sys.stdin:
-    verb, _, rest = line.rstrip("\\n").partition(" ")
-    path = folder / rest
-    if verb == "GEN":
-        count, ids = rest.split(" ")
-        ids = [int(token) for token in ids.split(",")]
-        reused = len(held) if ids[: len(held)] == held else 0
-        if fault == "forget" and restored: reused = 0
-        shift = 1 if fault == "differ" and restored else 0
-        say(f"RESUME {reused}"); say(f"PP {len(ids)} {len(ids)} 1.0 1.0"); say(f"REUSED {reused}")
-        answer = [97 + (sum(ids) + i + shift) % 26 for i in range(int(count))]
-        for token in answer: say(f"T {token}")
-        held = (ids + answer)[:-1]
-        accepted = 3 if fault == "drafts" and restored else 4
-        say(f"DONE {count} {len(ids)} 1 1 length {accepted} 5 {reused} 0 0 0 0 0 {len(ids) - reused} 0")
-    elif verb == "SAVE" and fault == "full disk":
-        say("SERR storage 0 no space left")
-    elif verb == "SAVE":
-        path.write_text(",".join(map(str, held)))
-        say("SESSION 0 9"); say("SWAIT publish 60"); say(f"SAVED {len(held)} 9 0.1")
-    elif verb == "RESTORE" and fault == "crash" and rest != "warm-up.bin":
-        sys.exit(3)
-    elif verb == "RESTORE":
-        held, restored = [int(token) for token in path.read_text().split(",")], rest != "warm-up.bin"
-        say("SESSION 9 9"); say(f"RESTORED {len(held)} 9 0.1")
+    _, count, keys, ids = (line.split() + [""])[:4] if "source" in line else (*line.split()[:2], "", line.split()[2])
+    ids = [int(token) for token in ids.split(",")]
+    n = store.lookup(IDENTITY, np.array(ids, np.int32)).n_tokens if store else 0
+    reused = 0 if fault == "forget" and again else min(n, len(ids) - 1)
+    source = "live" if fault == "live" and again else "store" if reused else "none"
+    shift = 1 if fault == "differ" and again else 0
+    say(f"RESUME {reused}"); say(f"PP {len(ids)} {len(ids)} 1.0 1.0"); say(f"REUSED {reused}")
+    if keys: say(f"SOURCE {source} {reused} {reused}")
+    answer = [97 + (sum(ids) + i + shift) % 26 for i in range(int(count))]
+    for token in answer: say(f"T {token}")
+    held = (ids + answer)[:-1]
+    if keys: say(f"HELD {len(held)}")
+    accepted = 3 if fault == "drafts" and again else 4
+    say(f"DONE {count} {len(ids)} 1 1 length {accepted} 5 {reused} 0 0 0 0 0 {len(ids) - reused} 0")
+    if store and fault != "not kept":
+        flush(store, kept(np.array(held, np.int32), shape=PLAIN))
 """
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -54,27 +54,30 @@ def tell(tmp_path):
     engine.write_text(ENGINE)
 
     def run(fault: str, **metadata):
-        console = Console(file=io.StringIO(), width=100)
+        console = Console(file=io.StringIO(), width=120)
         model = write_model(tmp_path / "model.gguf", **metadata)
-        told = demo.run(model, [sys.executable, str(engine), fault], console)
+        told = demo.run(model, [sys.executable, str(engine), fault, str(ROOT)], console)
         return told, console.file.getvalue()
 
     return run
 
 
 def test_a_good_engine_keeps_its_promises(tell):
-    _, printed = tell("none")  # whether it was fast is not asked of a script
-    assert "yes  the next 32 greedy tokens equal" in printed
-    assert "saved tokens restored and used" in printed
-    assert printed.count("ready after") == 3
+    _, printed = tell("none")
+    assert printed.count("ready after") == 4
+    assert "SIGKILL" in printed
+    broken = [line for line in printed.splitlines() if line.startswith("NO")]
+    assert not [line for line in broken if "sooner" not in line], "whether it was fast is not asked of a script"
+    assert printed.count("yes ") >= 4
 
 
 @pytest.mark.parametrize(
     ("fault", "broken"),
     [
-        ("forget", "saved tokens restored and used"),
-        ("differ", "greedy tokens equal those"),
-        ("drafts", "3 of 5 drafts are accepted after the restart"),
+        ("forget", "tokens held are used by a new process"),
+        ("differ", "greedy tokens of both equal those"),
+        ("live", "they came from the store"),
+        ("drafts", "6 of 10 drafts are accepted after the kill"),
     ],
 )
 def test_a_broken_promise_fails(tell, fault, broken):
@@ -87,56 +90,38 @@ def test_a_broken_promise_fails(tell, fault, broken):
     ("fault", "message"),
     [
         ("no start", r"exit code 1; its log ends: model\.gguf: no such tensor"),
-        ("full disk", "SERR storage 0 no space left"),
-        ("crash", "exit code 3"),
-        ("small", "a context of 300 is too small"),
+        ("small", "the context is too small for the story"),
+        ("not kept", "the store does not hold both conversations"),
     ],
 )
-def test_an_engine_that_fails_is_quoted(tell, fault, message):
-    with pytest.raises(demo.DemoError, match=message):
+def test_an_engine_that_fails_is_quoted(tell, fault, message, monkeypatch):
+    monkeypatch.setattr(demo, "STORED_S", 0.2)
+    with pytest.raises(DemoError, match=message):
         tell(fault)
 
 
 def test_a_template_that_rewrites_answers_is_refused(tell):
-    with pytest.raises(demo.DemoError, match="rewrites earlier answers"):
+    with pytest.raises(DemoError, match="rewrites earlier answers"):
         tell("none", template=CHATML.replace("message.content", "message.content | upper"))
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_the_next_prompt_continues_the_held_ids(tmp_path, ended):
-    tokenizer = demo.Tokenizer.load(write_model(tmp_path / "model.gguf"))
-    messages = [{"role": "user", "content": "hi"}]
-    prompt = tokenizer.encode_chat(messages)
-    answer = [ALPHABET.index(char) for char in "hello"] + ([IM_END] if ended else [])  # not the ids that encode() gives
-    ids = demo._next_prompt(tokenizer, messages, prompt, answer)
-    assert ids[: len(prompt) + len(answer)] == prompt + answer
-    asked = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": demo.NEXT_QUESTION}]
-    assert tokenizer.decode(ids) == tokenizer.render_chat([*messages, *asked])
-    assert len(TOKENS) > max(ids)
-
-
-TURN = demo.Turn([5, 6, 7], 0, 2000, first_token_s=20.0, n_drafts_accepted=0, n_drafts_offered=0)
-NEXT = demo.Turn([8, 9], 2002, 20, first_token_s=0.5, n_drafts_accepted=0, n_drafts_offered=0)
-DRAFTS = NEXT._replace(n_drafts_accepted=3, n_drafts_offered=5)
-FILE = demo.Transfer(2002, 9_000_000, 0.5)
+FIRST = Turn([1], 0, 2000, 20.0, 0, 0, n_held=2000)
+SECOND = Turn([2], 2000, 20, 0.5, 0, 0, n_held=2020, source="live")
+THIRD = Turn([3], 2020, 20, 0.5, 4, 5, n_held=2040, source="store")
 
 
 @pytest.mark.parametrize(
     ("change", "held"),
     [
         ({}, True),
-        ({"after_restart": NEXT._replace(ids=[8, 10])}, False),
-        ({"after_restart": NEXT._replace(n_reused=2001)}, False),
-        ({"never_stopped": DRAFTS, "after_restart": DRAFTS}, True),
-        ({"never_stopped": DRAFTS, "after_restart": DRAFTS._replace(n_drafts_accepted=2)}, False),
-        ({"restored": FILE._replace(n_tokens=2001)}, False),
-        ({"restored": FILE._replace(seconds=20.0)}, False),
+        ({"ids": [4]}, False),
+        ({"n_reused": 2019}, False),
+        ({"source": "parked"}, False),
+        ({"n_drafts_accepted": 3}, False),
+        ({"first_token_s": 20.0}, False),
     ],
 )
 def test_success_needs_every_promise(change, held):
-    story = demo.Story(TURN, FILE, FILE, NEXT, NEXT)._replace(**change)
-    console = Console(file=io.StringIO(), width=100)
-    assert demo._report(story, console) is held
-    assert ("20 times sooner" in console.file.getvalue()) is (
-        "restored" not in change or change["restored"].seconds < 1
-    )
+    good = [FIRST, SECOND, THIRD]
+    story = demo.Story([good, [FIRST, SECOND, THIRD._replace(**change)]], [good, good])
+    assert demo._report(story, Console(file=io.StringIO(), width=120)) is held

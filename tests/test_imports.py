@@ -113,11 +113,13 @@ ALLOWED = {
     "httpfront": {"httpchat", "httpchild", "httplines", "httpmodel", "httpoptions", "httproutes", "httpserver"}
     | {"httpsignals", "httptexts", "printable", "sessionfolder", "storeview", "tokenizer", "verbs"},
     "declaration": set(),
-    "demo": {"tokenizer", "declaration", "verbs"},
+    "demostage": {"tokenizer", "verbs"},
+    "demofiles": {"declaration", "demostage", "tokenizer"},
+    "demo": {"declaration", "demostage", "storelayout", "storeview", "tokenizer"},
     "warmup": {"sessionlayout", "engine", "jit", "options", "sessionfile", "verbs"},
-    "strata": {"demo", "engine", "httpfront", "modelfile", "serveloop", "sessionfile", "sessionfolder", "sessionlayout"}
-    | {"tokenizer", "warmup"}
-    | {"httpconversation", "options", "printable", "storecommand", "storeexchange"},
+    "strata": {"demo", "demofiles", "demostage", "engine", "httpconversation", "httpfront", "modelfile", "options"}
+    | {"printable", "serveloop", "sessionfile", "sessionfolder", "sessionlayout", "storecommand", "storeexchange"}
+    | {"tokenizer", "warmup"},
 }
 
 
