@@ -28,6 +28,7 @@ from storelayout import SEGMENT_TOKENS
 from verbs import GenRequest, Source, Token
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+TINY = ROOT / "tests/data/model"  # its types.gguf is no model
 N_TURNS, N_ANSWERED, N_NEW = 5, 8, 40  # turns of the conversation, tokens of an answer, and those behind a place
 TURN_START = 5  # begins a turn; the tiny models have no tokenizer that would name one
 LEAST = 256  # tokens that the store keeps
@@ -116,7 +117,7 @@ def run(path: pathlib.Path, kv: str, n_tokens: int, n_places: int, seed: int) ->
     return all(place.right and (place.n_resumed or place.n_shared <= first_turn) for place in places)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=20_000)
@@ -124,15 +125,15 @@ def main() -> int:
     parser.add_argument("--kv", default=",".join(cells.NAMES), help="formats of K and V, where they fit")
     parser.add_argument("--places", type=int, default=3, help="at random, beside the chosen ones")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     print("| model | K/V | tokens | resumed from the store, of those shared | answers right | s |")
     print("| --- | --- | ---: | --- | ---: | ---: |")
-    good = True
-    for path in args.model or sorted((ROOT / "tests/data/model").glob("*.gguf")):
+    results = []
+    for path in args.model or sorted(path for path in TINY.glob("*.gguf") if path.stem != "types"):
         fitting = cells.formats_for(describe_model(path).config.head_dim)
         for kv in (name for name in fitting if name in args.kv.split(",")):
-            good &= run(path, kv, args.tokens, args.places, args.seed)
-    return 0 if good else 1
+            results.append(run(path, kv, args.tokens, args.places, args.seed))
+    return 0 if results and all(results) else 1
 
 
 if __name__ == "__main__":
