@@ -20,19 +20,23 @@ from storeindex import Piece, StoreFile, covers
 from storelayout import (
     ID_BYTES,
     MAX_LABEL_BYTES,
+    PAGE,
     ROOT,
     SEGMENT_TOKENS,
+    STATE,
     Head,
     Segment,
     Shape,
     State,
     StoreError,
     child_key,
+    data_bytes,
     id_bytes,
     root_key,
 )
 
 LARGE_BYTES = 1 << 20  # a state of so many has a file of its own, so that it goes without anything being copied
+MOST_LARGER = 4  # times: cells that come behind others of a segment, else all of them are written in one piece
 OLD_SHARE = 4  # what is read again behind an older state may be this part of what was abandoned behind it
 
 
@@ -178,7 +182,7 @@ class Flush:
 
     def _make_plan(self, kept: Kept) -> _Plan:
         index, identity = self.store.index, kept.identity
-        segments = [s for s in segments_of(kept) if not index.covered(identity, s, ())]
+        segments = [self._without_beginning(s) for s in segments_of(kept) if not index.covered(identity, s, ())]
         held = [place.piece for place in index.find(identity, kept.ids).states]
         sources = [cells_of(segment, kept.shape, kept.windows) for segment in segments]
         n_cell_bytes = sum(pull.size for source in sources for pull in source)
@@ -193,13 +197,19 @@ class Flush:
         self._compact(plan, kept, self.n_new_bytes)
         return plan
 
+    def _without_beginning(self, segment: Segment) -> Segment:
+        """A segment without the cells that are kept already, where these are enough to be looked for elsewhere."""
+        n_kept = self.store.index.beginning(self._identity, segment) // PAGE * PAGE
+        n_new = segment.n_tokens - n_kept
+        return segment._replace(n_skipped=n_kept) if 0 < n_new <= MOST_LARGER * n_kept else segment
+
     def _compact(self, plan: _Plan, kept: Kept, budget: int) -> None:
         """Find files that go, copying what is still needed of them within a budget of bytes."""
         names = self.store.index.along(kept.identity, kept.ids)
         files = [self.store.index.files[name] for name in names]
         files = [file for file in files if file.head.shape == kept.shape]
         carried: list[tuple[StoreFile, int, Piece, int]] = []
-        gone: list[str] = []
+        gone, room = [], data_bytes() - plan.head.head_bytes
 
         def needed_of(file: StoreFile) -> list[tuple[StoreFile, int, Piece, int]]:
             new = (*plan.head.segments, *plan.head.states, *(piece for _, _, piece, _ in carried))
@@ -211,9 +221,11 @@ class Flush:
         for file in sorted(files, key=lambda file: (sum(p[3] for p in needed_of(file)), file.name)):
             needed = needed_of(file)
             copied = sum(size for _, _, _, size in needed)
-            if copied > min(budget, file.size_bytes - copied):  # to copy more than that gives back is not worth it
+            table = sum(STATE.size + len(piece.ids) for _, _, piece, _ in needed)
+            # To copy more than that gives back is not worth it, and a table has an end.
+            if copied > min(budget, file.size_bytes - copied) or table > room:
                 continue
-            budget -= copied
+            budget, room = budget - copied, room - table
             gone.append(file.name)
             carried += needed
         segments = [entry for entry in carried if isinstance(entry[2], Segment)]

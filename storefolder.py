@@ -10,6 +10,7 @@ true. Read next: storeflush.py, which adds files; storeindex.py for what is foun
 import contextlib
 import gc
 import heapq
+import itertools
 import os
 import re
 import secrets
@@ -210,19 +211,19 @@ class Store:
         n_tokens, done = min(n_tokens, hit.n_tokens), held
         with contextlib.ExitStack() as opened:
             reader = None
-            for place in hit.segments:
+            for place, end in _ends(hit.segments):
                 segment = place.piece
-                if min(segment.end, n_tokens) <= done:
+                if min(end, n_tokens) <= done:
                     continue
                 try:
                     if reader is None or reader.path != self.path_of(place.file.name):
                         opened.close()
                         reader = opened.enter_context(self._reader(place.file))
-                    reader.segment(place.number, shape, sinks, min(n_tokens - segment.start, segment.n_tokens))
+                    reader.segment(place.number, shape, sinks, min(n_tokens, end) - segment.start)
                 except StoreError as error:
                     self.refused(error)
                     return min(max(done, held), n_tokens)
-                done = min(segment.end, n_tokens)
+                done = min(end, n_tokens)
         return n_tokens
 
     def load_state(self, states: Sequence[Place], shape: Shape, sink) -> State | None:
@@ -366,6 +367,13 @@ class Store:
                 left -= self.remove(name)
                 n_files += 1
         return n_files, used - left
+
+
+def _ends(places: Sequence[Place]) -> Iterator[tuple[Place, int]]:
+    """Segments with the token up to which each is read: where the next one has cells of the same, up to those."""
+    for place, following in itertools.zip_longest(places, places[1:]):
+        same = following is not None and following.piece.start == place.piece.start
+        yield place, place.piece.start + following.piece.n_skipped if same else place.piece.end
 
 
 def _is_ours(start: bytes) -> bool:

@@ -193,10 +193,11 @@ class StoreIndex:
         n_tokens, segments, states = 0, [], []
         for tree, slot, mine in self._path(identity, ids):
             states += [places[-1] for tail, places in tree.states.get(slot, {}).items() if mine.startswith(tail)]
-            common, best = _best_segment(tree.segments.get(slot, {}), mine)
-            if best:
-                segments.append(best)
-                n_tokens = slot[1] + common
+            common, chain = _best_chain(tree.segments.get(slot, {}), mine)
+            segments += chain
+            n_tokens = slot[1] + common if chain else n_tokens
+            if common < SEGMENT_TOKENS:
+                break
         states = [place for place in states if place.piece.position <= n_tokens]
         states.sort(key=lambda place: place.piece.position, reverse=True)
         return Hit(n_tokens, tuple(segments), tuple(states))
@@ -218,12 +219,28 @@ class StoreIndex:
         tree = self._trees.get(identity)
         if tree is None:
             return False
-        by_ids = (tree.segments if isinstance(piece, Segment) else tree.states).get(_slot(piece), {})
-        if isinstance(piece, State) or piece.is_full:
+        if isinstance(piece, State):
+            places = tree.states.get(_slot(piece), {}).get(piece.ids, [])
+            return any(place.file.name not in without for place in places)
+        by_ids = tree.segments.get(_slot(piece), {})
+        if piece.is_full:
             places = by_ids.get(piece.ids, [])
         else:
             places = [place for ids, found in by_ids.items() if ids.startswith(piece.ids) for place in found]
-        return any(place.file.name not in without and covers(place.piece, piece) for place in places)
+        return any(
+            place.file.name not in without
+            and (place.piece.has_draft or not piece.has_draft)
+            and _chain(by_ids, place, piece.n_skipped, without)
+            for place in places
+        )
+
+    def beginning(self, identity: bytes, segment: Segment) -> int:
+        """Tokens that it shares with a shorter piece of the same text, so that the others alone need be written."""
+        tree = self._trees.get(identity)
+        by_ids = tree.segments.get(_slot(segment), {}) if tree else {}
+        mine = [place.piece for ids, places in by_ids.items() if segment.ids.startswith(ids) for place in places]
+        usable = [piece for piece in mine if not piece.n_skipped and (piece.has_draft or not segment.has_draft)]
+        return max((piece.n_tokens for piece in usable), default=0)
 
     def is_continued(self, file: StoreFile) -> bool:
         """Whether a piece of another file lies behind a full segment that this file alone holds, or a text goes on
@@ -232,6 +249,11 @@ class StoreIndex:
         if any(state.kind == ROOT and _goes_on(tree, state) for state in file.head.states):
             return True
         for segment in file.head.segments:
+            if any(
+                place.file is not file and _begins(segment, place.piece)
+                for places in tree.segments[_slot(segment)].values() for place in places
+            ) and not self.covered(identity, segment, (file.name,)):  # fmt: skip
+                return True
             if segment.is_full:
                 behind = [place for held in tree.both for places in held.get(_behind(segment), {}).values()
                           for place in places if place.file is not file]  # fmt: skip
@@ -240,7 +262,7 @@ class StoreIndex:
         return False
 
     def before(self, file: StoreFile) -> set[str]:
-        """Names of the files with the segments and states that stand right before pieces of this one."""
+        """Names of the files with the segments and states that stand right before pieces of this one, or begin them."""
         tree = self._trees[file.head.identity]
         names = set()
         for piece in file.pieces:
@@ -248,6 +270,9 @@ class StoreIndex:
                 names |= {place.file.name for place in tree.segments[_slot(segment)][segment.ids]}
             for ids, places in tree.states.get(_slot(piece), {}).items():
                 names |= {place.file.name for place in places if piece.ids.startswith(ids)}
+            if isinstance(piece, Segment):
+                others = itertools.chain.from_iterable(tree.segments.get(_slot(piece), {}).values())
+                names |= {place.file.name for place in others if _begins(place.piece, piece)}
         return names - {file.name}
 
     def conversations(self) -> list[Conversation]:
@@ -280,20 +305,47 @@ def _ends(tree: _Tree, by_ids: dict[bytes, list[Place]]) -> Iterator[list[Place]
 
 
 def covers(held: Piece, piece: Piece) -> bool:
-    """Whether one piece has all that another one of the same kind and slot is good for."""
+    """Whether one piece alone has all that another one of the same kind and slot is good for."""
     if isinstance(piece, State):
         return held.ids == piece.ids
-    return held.ids.startswith(piece.ids) and (held.has_draft or not piece.has_draft)
+    has_cells = held.n_skipped <= piece.n_skipped and (held.has_draft or not piece.has_draft)
+    return held.ids.startswith(piece.ids) and has_cells
 
 
-def _best_segment(by_ids: dict[bytes, list[Place]], mine: bytes) -> tuple[int, Place | None]:
-    """The segment that shares most tokens with `mine`, one with the draft layer's cells before one without."""
+def _begins(one: Segment, piece: Segment) -> bool:
+    """Whether a segment has the cells that another one of its slot leaves out, or the last of them."""
+    n_bytes = piece.n_skipped * ID_BYTES
+    return (
+        one.n_skipped < piece.n_skipped <= one.n_tokens
+        and one.ids[:n_bytes] == piece.ids[:n_bytes]
+        and (one.has_draft or not piece.has_draft)
+    )
+
+
+def _chain(
+    by_ids: dict[bytes, list[Place]], last: Place, n_skipped: int = 0, without: Collection[str] = ()
+) -> list[Place]:
+    """The pieces that have the cells of a segment but for so many at its start, the first one first; else none."""
+    chain = [last]
+    while chain[0].piece.n_skipped > n_skipped:
+        piece, places = chain[0].piece, itertools.chain.from_iterable(by_ids.values())
+        usable = [place for place in places if place.file.name not in without and _begins(place.piece, piece)]
+        if not usable:
+            return []
+        chain.insert(0, max(usable, key=lambda place: piece.ids.startswith(place.piece.ids)))  # of no other text
+    return chain
+
+
+def _best_chain(by_ids: dict[bytes, list[Place]], mine: bytes) -> tuple[int, list[Place]]:
+    """The pieces that share most tokens with `mine`, those with the draft layer's cells before those without."""
     exact = by_ids.get(mine)
-    candidates = [(mine, exact)] if exact else by_ids.items()
-    best = 0, False, None
-    for ids, places in candidates:
-        common = _common_tokens(ids, mine)
-        for place in reversed(places):
-            if common and (common, place.piece.has_draft) > best[:2]:
-                best = common, place.piece.has_draft, place
-    return best[0], best[2]
+    candidates = [
+        (common, place.piece.has_draft, -place.piece.n_skipped, place)
+        for ids, places in ([(mine, exact)] if exact else by_ids.items())
+        if (common := _common_tokens(ids, mine))
+        for place in reversed(places)
+    ]
+    for common, _, _, place in sorted(candidates, key=lambda candidate: candidate[:3], reverse=True):
+        if chain := _chain(by_ids, place):
+            return common, chain
+    return _best_chain({ids: places for ids, places in by_ids.items() if ids != mine}, mine) if exact else (0, [])

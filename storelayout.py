@@ -1,14 +1,16 @@
 """The layout of a store file: what it says of itself, where its segments and states lie, and how both are named.
 
 A store file holds some pieces of one conversation. A segment is the cells of the tokens [256 i, 256 (i + 1)), or of
-fewer at the end; a state is what folds all tokens before a position. Both are named by the key of the full segments
-before them (`parent`) and by the ids behind those, which stand in the file.
+fewer at the end; where another piece has the first of these, it may leave them out. A state is what folds all tokens
+before a position. Both are named by the key of the full segments before them (`parent`) and by the ids behind those,
+which stand in the file.
 
 The parts of a segment follow each other without a gap: for each attention layer in order, then for the draft layer
 where its cells were computed, K codes, V codes, K scales, V scales and pooled index keys. The pools keep cells in pages
-of 4, so each part of a segment is one range of a pool's bytes: 64 i pages (rows, of the pooled keys) from its start,
-ceil(n / 4) pages and n // 4 rows long. The parts of a state are gdn, ple, tails, dead and block_pos. `Shape` gives the
-bytes of a page and of a row of each layer, and of each state array; every offset follows from these and the counts.
+of 4, so each part of a segment is one range of a pool's bytes: from page 64 i + s, where s pages are left out, up to
+page 64 i + ceil(n / 4); of the pooled keys from row 64 i + s up to row 64 i + n // 4. The parts of a state are gdn,
+ple, tails, dead and block_pos. `Shape` gives the bytes of a page and of a row of each layer, and of each state array;
+every offset follows from these and the counts.
 
 It owns every number of the format, the keys and the one exception; it touches no file. Invariant: a head that was
 parsed is whole, its hash was right, and every range that it speaks of lies in a file of the size that it gives.
@@ -33,7 +35,7 @@ VERSION = 1
 HEADER = struct.Struct("<8sII32sQQIIIIII5Q")
 HASH_BYTES = 32  # of the header and the table, behind the header
 LAYER = struct.Struct("<5I")
-SEGMENT = struct.Struct("<16sIHH")
+SEGMENT = struct.Struct("<16sIHBB")
 STATE = struct.Struct("<16sIIQ")
 CHECKSUM = struct.Struct("<Q")
 
@@ -128,8 +130,9 @@ def _rates(layers: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
     return sum(sum(units[:-1]) for units in layers), sum(units[-1] for units in layers)
 
 
-def _size(n_tokens: int, rates: tuple[int, int]) -> int:
-    return -(-n_tokens // PAGE) * rates[0] + n_tokens // PAGE * rates[1]
+def _counts(n_tokens: int, n_skipped: int) -> tuple[int, int]:
+    """Pages and rows of a segment."""
+    return (-(-n_tokens // PAGE) - n_skipped // PAGE), n_tokens // PAGE - n_skipped // PAGE
 
 
 class Part(NamedTuple):
@@ -148,6 +151,7 @@ class Segment(NamedTuple):
     index: int
     ids: bytes  # int32
     has_draft: bool  # whether the draft layer's cells were computed and are there
+    n_skipped: int = 0  # tokens at its start, whole pages of them, whose cells are in another piece
 
     @property
     def start(self) -> int:
@@ -171,14 +175,16 @@ class Segment(NamedTuple):
 
     def parts(self, shape: Shape) -> Iterator[Part]:
         """Where its bytes belong in the pools, in the order of the file."""
-        pages, rows = -(-self.n_tokens // PAGE), self.n_tokens // PAGE
-        counts = (pages, pages, pages, pages, rows)
+        pages, rows = _counts(self.n_tokens, self.n_skipped)
+        counts, first = (pages, pages, pages, pages, rows), (self.start + self.n_skipped) // PAGE
         for layer, units in enumerate(shape.layers if self.has_draft else shape.trunk):
             for part, (n, unit) in enumerate(zip(counts, units, strict=True)):
-                yield Part(layer, part, self.start // PAGE * unit, n * unit)
+                yield Part(layer, part, first * unit, n * unit)
 
     def size_bytes(self, shape: Shape) -> int:
-        return _size(self.n_tokens, shape.rates(self.has_draft))
+        pages, rows = _counts(self.n_tokens, self.n_skipped)
+        of_page, of_row = shape.rates(self.has_draft)
+        return pages * of_page + rows * of_row
 
 
 class State(NamedTuple):
@@ -219,8 +225,7 @@ class Head(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Bytes of every segment and then of every state."""
-        rates = self.shape.rates(False), self.shape.rates(True)
-        sizes = [_size(segment.n_tokens, rates[segment.has_draft]) for segment in self.segments]
+        sizes = [segment.size_bytes(self.shape) for segment in self.segments]
         return sizes + [self.shape.state_bytes] * len(self.states)
 
     @property
@@ -275,7 +280,8 @@ def pack_head(head: Head) -> bytes:
     table = b"".join(
         (
             *(LAYER.pack(*units) for units in head.shape.layers),
-            *(SEGMENT.pack(s.parent, s.index, s.n_tokens, DRAFT * s.has_draft) for s in head.segments),
+            *(SEGMENT.pack(s.parent, s.index, s.n_tokens, DRAFT * s.has_draft, s.n_skipped // PAGE)
+              for s in head.segments),
             *(STATE.pack(s.parent, s.position, s.kind, s.used) for s in head.states),
             *(piece.ids for piece in pieces),
             label,
@@ -365,13 +371,14 @@ def parse_head(raw: bytes, header: Header, path: str) -> Head:
             raise _refusal(path, "ids", "ids: the table is too short for the tokens that it counts")
         return table[at - n_tokens * ID_BYTES : at]
 
-    for parent, index, n_tokens, flags in SEGMENT.iter_unpack(table[at_segments:at_states]):
-        name = f"segment {len(segments)}"
-        if not 0 < n_tokens <= SEGMENT_TOKENS or flags not in (0, DRAFT) or (flags and not has_draft):
-            raise _refusal(path, "segment", f"{name}: {n_tokens} tokens with flags {flags}")
+    for parent, index, n_tokens, flags, n_pages in SEGMENT.iter_unpack(table[at_segments:at_states]):
+        name, n_skipped = f"segment {len(segments)}", n_pages * PAGE
+        if not n_skipped < n_tokens <= SEGMENT_TOKENS or flags not in (0, DRAFT) or (flags and not has_draft):
+            text = f"{name}: {n_tokens} tokens, {n_skipped} of them elsewhere, with flags {flags}"
+            raise _refusal(path, "segment", text)
         if not index and parent != root:
             raise _refusal(path, "segment", f"{name}: a first segment of another identity")
-        segments.append(Segment(parent, index, ids(n_tokens), bool(flags)))
+        segments.append(Segment(parent, index, ids(n_tokens), bool(flags), n_skipped))
     for parent, position, kind, used in STATE.iter_unpack(table[at_states : at_states + STATE.size * header.states]):
         name = f"state {len(states)}"
         if not position or kind not in (TURN, ROOT):

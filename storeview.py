@@ -79,13 +79,14 @@ def _remove(store: Store, wanted: Conversation) -> int:
     others = [one for one in store.index.conversations() if one.last != wanted.last]
     needed = {_name_of(place.piece) for one in others for place in one.pieces}
     names = {file.name for file in wanted.files} | store.index.along(wanted.last.file.head.identity, wanted.ids)
+    labels = {"", *(one.last.file.head.label for one in others)}
     n_bytes = 0
     for name in sorted(names):
         file = store.index.files[name]
         stays = [index for index, piece in enumerate(file.pieces) if _name_of(piece) in needed]
-        if len(stays) < len(file.pieces):
-            labelled = any(one.last.file is file for one in others)
-            n_bytes -= _write_anew(store, file, stays, file.head.label if labelled else "") if stays else 0
+        label = file.head.label if file.head.label in labels else ""  # else it has words of what is taken out
+        if len(stays) < len(file.pieces) or label != file.head.label:
+            n_bytes -= _write_anew(store, file, stays, label) if stays else 0
             n_bytes += store.remove(name)
     return n_bytes
 

@@ -122,16 +122,17 @@ def flush(store: Store, what: Kept) -> Flush:
     return done
 
 
-def writer_of(path, what: Kept, pick=lambda segment: True) -> StoreWriter:
-    """A writer of one file with the chosen segments and all states of a conversation."""
-    segments, states = list(filter(pick, segments_of(what))), [state_at(what, offer) for offer in what.states]
+def writer_of(path, what: Kept, segments=None) -> StoreWriter:
+    """A writer of one file with all segments of a conversation, or some, and all its states."""
+    segments = segments_of(what) if segments is None else segments
+    states = [state_at(what, offer) for offer in what.states]
     head = Head(what.identity, what.shape, tuple(segments), tuple(states), what.label)
     sources = [cells_of(segment, what.shape, what.windows) for segment in segments]
     return StoreWriter(str(path), head, sources + [arrays_of(offer.arrays()) for offer in what.states])
 
 
-def write(path, what: Kept, pick=lambda segment: True) -> Head:
-    writer = writer_of(path, what, pick)
+def write(path, what: Kept, segments=None) -> Head:
+    writer = writer_of(path, what, segments)
     while writer.step():
         pass
     return writer.head

@@ -26,7 +26,7 @@ PAGE = (ROOT / "man/strata.1").read_text()
 FORMAT_PAGE = (ROOT / "man/strata-session.5").read_text()
 STORE_PAGE = (ROOT / "man/strata-store.5").read_text()
 VERBS_PAGE = (ROOT / "man/strata-verbs.5").read_text()
-TYPE_OF = {"H": "u16", "Q": "u64", "q": "i64", "I": "u32", "i": "i32", "s": "bytes"}
+TYPE_OF = {"B": "u8", "H": "u16", "Q": "u64", "q": "i64", "I": "u32", "i": "i32", "s": "bytes"}
 
 
 def parsers(parser: argparse.ArgumentParser, name: str = "strata"):

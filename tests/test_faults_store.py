@@ -54,7 +54,7 @@ from storeview import StoreView
 BLOCK_BYTES = 1 << 13
 MOST_CALLS = 600
 SURVIVED = 3
-SHAPE = given_store.SHAPE._replace(state_sizes=(12_000, 8, 0, 4, 4))  # so large that a flush copies and removes files
+SHAPE = given_store.SHAPE._replace(state_sizes=(20_000, 8, 0, 4, 4))  # so large that a flush copies and removes files
 kept = functools.partial(given_store.kept, shape=SHAPE)
 check_prompt = functools.partial(given_store.check_prompt, shape=SHAPE)
 OLD, NEW = ids_of(700, 1), ids_of(1000, 2, ids_of(700, 1))

@@ -263,3 +263,47 @@ def test_the_state_of_a_system_prompt_outlives_what_goes_on_with_it(large, tmp_p
         assert store.prune()[0] == 1
         n_steps += 1
     assert n_steps == 7
+
+
+# --- what is left out, as another piece has it
+
+
+@pytest.mark.parametrize("n_first", [40, 137, 230, 259, 300, 511])
+def test_cells_that_are_kept_are_not_written_once_more(n_first, tmp_path):
+    """Pages of four tokens are whole in one piece; a short beginning is written again, as it would cost a file."""
+    store, ids = new_store(tmp_path), ids_of(700, 1)
+    of_page, of_row = SHAPE.rates(has_draft=True)
+    flush(store, kept(ids[:n_first]))
+    second = flush(store, kept(ids))
+    tail = n_first % 256
+    n_again = tail if tail * (1 + storeflush.MOST_LARGER) < 256 else tail % 4
+    n_written = 700 - n_first + n_again
+    assert abs(second.n_new_bytes - n_written / 4 * (of_page + of_row)) <= of_page + of_row
+    for again in (store, new_store(tmp_path)):
+        for n_tokens in {700, 699, n_first, max(n_first - 5, 1), n_first + 1, 256, 300}:
+            assert check_prompt(again, ids[:n_tokens])[0] == n_tokens
+        other = ids_of(700, 2, ids[: n_first + 9])
+        assert check_prompt(again, other)[0] == n_first + 9
+
+
+def test_small_turns_take_few_files_and_few_bytes(tmp_path):
+    store, ids, written = new_store(tmp_path), ids_of(1500, 1), 0
+    for n_tokens in range(300, 1501, 12):
+        written += flush(store, kept(ids[:n_tokens], shape=PLAIN)).n_new_bytes
+        assert len(files(tmp_path)) <= 2 + 3 * n_tokens // 256
+    whole = flush(new_store(tmp_path / "whole"), kept(ids, shape=PLAIN)).n_new_bytes
+    assert written < 7 * whole
+    assert check_prompt(new_store(tmp_path), ids, shape=PLAIN)[0] == 1500
+
+
+def test_a_damaged_beginning_is_a_shorter_hit(tmp_path):
+    store, ids = new_store(tmp_path), ids_of(500, 1)
+    name = flush(store, kept(ids[:400])).names[0]
+    flush(store, kept(ids))
+    data = bytearray((tmp_path / name).read_bytes())
+    data[-30] ^= 1
+    (tmp_path / name).write_bytes(data)
+    assert check_prompt(store, ids)[0] in (0, 256)
+    assert check_prompt(new_store(tmp_path), ids)[0] == 0, "the file is set aside, and all of it is gone"
+    flush(store, kept(ids))
+    assert check_prompt(new_store(tmp_path), ids)[0] == 500

@@ -30,7 +30,7 @@ from given_store import (
     write,
 )
 from plainhash import hash64
-from storeflush import Flush
+from storeflush import Flush, segments_of
 from storefolder import DAMAGED, LOCK_NAME, NAME
 from storelayout import (
     CHECKSUM,
@@ -178,10 +178,9 @@ def test_the_floor_of_the_disk_counts_like_the_quota(tmp_path, monkeypatch):
 def test_files_that_continue_each_other_in_a_circle_can_go(tmp_path):
     """Copies move pieces between files: the first holds segments 0 and 2, the second 1 and 3."""
     store, ids = new_store(tmp_path), ids_of(1024, 1)
-    for number, parity in enumerate((0, 1)):
-        write(
-            tmp_path / f"{number:016x}-00000000.store", kept(ids), lambda segment, odd=parity: segment.index % 2 == odd
-        )
+    for number in (0, 1):
+        segments = [segment for segment in segments_of(kept(ids)) if segment.index % 2 == number]
+        write(tmp_path / f"{number:016x}-00000000.store", kept(ids), segments)
     store.refresh()
     assert all(store.index.is_continued(file) for file in store.index.files.values())
     assert check_prompt(store, ids)[0] == 1024
@@ -400,7 +399,9 @@ def test_who_cannot_get_the_lock_removes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(storefolder, "LOCK_PAUSE_S", 0)
     lines = []
     store, ids = new_store(tmp_path, log=lines.append), ids_of(900, 1)
-    old = chats(store, 2)
+    chats(store, 2)
+    short = ids_of(50, 5)
+    replaced = flush(store, kept(short, [50])).names[0]
     before = files(tmp_path)
     with open(tmp_path / LOCK_NAME, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -409,11 +410,11 @@ def test_who_cannot_get_the_lock_removes_nothing(tmp_path, monkeypatch):
             flush(store, kept(ids, [900]))
         assert files(tmp_path) == before
         store.quota_bytes *= 10
-        flush(store, kept(ids_of(700, 9, old[0][0]), [700]))  # what it replaces stays for now
+        flush(store, kept(ids_of(700, 9, short), [700]))  # what it replaces stays for now
         assert before.keys() <= files(tmp_path).keys()
         assert len(lines) == 1
-    flush(store, kept(ids_of(700, 9, old[0][0]), [700]))
-    assert old[0][1] not in files(tmp_path)
+    flush(store, kept(ids_of(700, 9, short), [700]))
+    assert replaced not in files(tmp_path)
 
 
 ENGINE = """

@@ -6,8 +6,8 @@ import numpy as np
 
 from given_store import IDENTITY, SHAPE, ids_of, kept
 from storeflush import segments_of, state_at
-from storeindex import StoreFile, StoreIndex
-from storelayout import Head
+from storeindex import Hit, StoreFile, StoreIndex
+from storelayout import Head, Segment, id_bytes, root_key
 
 
 def file_of(name: str, ids, states=(), *, pick=lambda segment: True, identity=IDENTITY, n_drafted=1 << 30) -> StoreFile:
@@ -155,3 +155,63 @@ def test_conversations_are_texts_that_nothing_continues():
     assert {file.name for c in found.values() if c.n_tokens == 900 for file in c.files} >= {"a", "b"}
     assert any(np.array_equal(c.ids, ids) for c in found.values())
     assert [len(c.hit.states) for c in found.values() if c.n_tokens == 600] == [1]
+
+
+# --- cells that another piece has
+
+
+def ext(ids, n_skipped: int, has_draft: bool = True) -> Segment:
+    return Segment(root_key(IDENTITY), 0, id_bytes(ids), has_draft, n_skipped)
+
+
+def index_of(**files: list[Segment]) -> StoreIndex:
+    index = StoreIndex()
+    for name, segments in files.items():
+        index.add(StoreFile(name, Head(IDENTITY, SHAPE, tuple(segments), ()), b"", 0, 0))
+    return index
+
+
+def test_a_piece_without_its_first_cells_is_found_with_the_one_that_has_them():
+    ids = ids_of(256, 1)
+    index = index_of(a=[ext(ids[:100], 0)], b=[ext(ids, 100)])
+    hit = index.find(IDENTITY, ids)
+    assert (hit.n_tokens, [place.file.name for place in hit.segments]) == (256, ["a", "b"])
+    assert [place.file.name for place in index.find(IDENTITY, ids[:90]).segments] == ["a"]
+    assert index.covered(IDENTITY, ext(ids, 0), ())
+    assert not index.covered(IDENTITY, ext(ids, 0), ("a",))
+    assert not index.covered(IDENTITY, ext(ids[:100], 0), ("a",))
+    assert index.covered(IDENTITY, ext(ids[:160], 100), ("a",))
+    assert index.is_continued(index.files["a"])
+    assert not index.is_continued(index.files["b"])
+    assert index.before(index.files["b"]) == {"a"}
+
+
+def test_a_piece_whose_first_cells_are_gone_is_worth_nothing():
+    ids = ids_of(600, 1)
+    behind = Segment(ext(ids[:256], 0).key, 1, id_bytes(ids[256:512]), True)
+    index = index_of(a=[ext(ids[:100], 0)], b=[ext(ids[:256], 100), behind])
+    assert index.find(IDENTITY, ids).n_tokens == 512
+    index.remove("a")
+    assert index.find(IDENTITY, ids) == Hit()
+    index.add(StoreFile("c", Head(IDENTITY, SHAPE, (ext(ids[:120], 0),), ()), b"", 0, 0))
+    assert index.find(IDENTITY, ids).n_tokens == 512
+
+
+def test_what_begins_a_piece_has_the_draft_layers_cells_where_that_has_them():
+    ids = ids_of(256, 1)
+    index = index_of(a=[ext(ids[:100], 0, has_draft=False)], b=[ext(ids, 100)])
+    assert index.find(IDENTITY, ids).n_tokens == 100
+    assert index.beginning(IDENTITY, ext(ids, 0)) == 0
+    assert index.beginning(IDENTITY, ext(ids, 0, has_draft=False)) == 100
+    other = index_of(a=[ext(ids[:100], 0)], b=[ext(ids, 100, has_draft=False)])
+    hit = other.find(IDENTITY, ids)
+    assert (hit.n_tokens, hit.n_drafted) == (256, 0)
+
+
+def test_a_piece_of_the_same_text_is_taken_before_one_that_begins_alike():
+    ids = ids_of(256, 1)
+    index = index_of(a=[ext(ids_of(200, 2, ids[:100]), 0)], b=[ext(ids[:100], 0)], c=[ext(ids, 100)])
+    assert [place.file.name for place in index.find(IDENTITY, ids).segments] == ["b", "c"]
+    index.remove("b")
+    assert [place.file.name for place in index.find(IDENTITY, ids).segments] == ["a", "c"]
+    assert index.beginning(IDENTITY, ext(ids, 0)) == 0, "nothing new is built on another text"

@@ -42,7 +42,7 @@ def plain_bytes(kept, *, with_draft: bool) -> bytes:
         parents.append(parent)
         ids = raw[4 * i : 4 * (i + 256)]
         n = len(ids) // 4
-        segments += struct.pack("<16sIHH", parent, i // 256, n, with_draft)
+        segments += struct.pack("<16sIHBB", parent, i // 256, n, with_draft, 0)
         for layer, units in enumerate(layers if with_draft else layers[:-1]):
             for part, unit in enumerate(units):
                 first, last = (i // 4, -(-(i + n) // 4)) if part < 4 else (i // 4, (i + n) // 4)
@@ -87,7 +87,8 @@ def test_round_trips_of_random_shapes(tmp_path):
         n_drafted = rng.choice((0, 256, 1 << 30))
         what = kept(ids, positions, shape=shape, identity=rng.randbytes(32), n_drafted=n_drafted, label="x" * number)
         path = tmp_path / str(number)
-        head = write(path, what)
+        segments = [s._replace(n_skipped=rng.randrange(s.n_tokens) // 4 * 4) for s in segments_of(what)]
+        head = write(path, what, segments)
         with StoreReader(str(path)) as reader:
             assert reader.head == head
             reader.verify()
@@ -221,7 +222,7 @@ def test_a_sealed_head_with_hostile_values_is_refused_or_harmless(tmp_path):
     [
         (12, 127, "header"), (48, 1, "table"), (56, 7, "size"), (76, 600, "label"), (80, 2, "header"),
         (84, 1, "header"), (88, 41, "payload"), (220, 1, "segment"), (240, 300 << 16, "segment"),
-        (284, 0, "state"), (288, 2, "state"), (300, 1, "state"),
+        (240, 0x40010100, "segment"), (284, 0, "state"), (288, 2, "state"), (300, 1, "state"),
     ],
 )  # fmt: skip
 def test_what_a_sealed_head_is_refused_for(at, value, reason, tmp_path):
