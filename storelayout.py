@@ -132,7 +132,12 @@ def _rates(layers: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
 
 def _counts(n_tokens: int, n_skipped: int) -> tuple[int, int]:
     """Pages and rows of a segment."""
-    return (-(-n_tokens // PAGE) - n_skipped // PAGE), n_tokens // PAGE - n_skipped // PAGE
+    return -(-n_tokens // PAGE) - n_skipped // PAGE, n_tokens // PAGE - n_skipped // PAGE
+
+
+def _size(segment: "Segment", rates: tuple[int, int]) -> int:
+    pages, rows = _counts(segment.n_tokens, segment.n_skipped)
+    return pages * rates[0] + rows * rates[1]
 
 
 class Part(NamedTuple):
@@ -182,9 +187,7 @@ class Segment(NamedTuple):
                 yield Part(layer, part, first * unit, n * unit)
 
     def size_bytes(self, shape: Shape) -> int:
-        pages, rows = _counts(self.n_tokens, self.n_skipped)
-        of_page, of_row = shape.rates(self.has_draft)
-        return pages * of_page + rows * of_row
+        return _size(self, shape.rates(self.has_draft))
 
 
 class State(NamedTuple):
@@ -225,7 +228,8 @@ class Head(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """Bytes of every segment and then of every state."""
-        sizes = [segment.size_bytes(self.shape) for segment in self.segments]
+        rates = self.shape.rates(False), self.shape.rates(True)
+        sizes = [_size(segment, rates[segment.has_draft]) for segment in self.segments]
         return sizes + [self.shape.state_bytes] * len(self.states)
 
     @property
