@@ -161,8 +161,9 @@ class EngineProcess:
     def kill_in(self, ids: Sequence[int], max_new: int, n_tokens: int) -> None:
         """Send a greedy GEN, and SIGKILL once so many tokens of its answer have come."""
         self._send(verbs.gen_line(max_new, ids))
-        for _ in zip(range(n_tokens), self._answers(verbs.Done, verbs.Token), strict=False):
-            pass
+        for _, said in zip(range(n_tokens), self._answers(verbs.Done, verbs.Token), strict=False):
+            if isinstance(said, verbs.Done):
+                raise DemoError(f"the answer ended before it had {n_tokens} tokens, so nothing could be killed in it")
         self._killed = True
         self._child.kill()
 

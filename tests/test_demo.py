@@ -71,6 +71,7 @@ def test_a_good_engine_keeps_its_promises(tell):
     assert printed.count("yes ") >= 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("fault", "broken"),
     [

@@ -61,6 +61,7 @@ def metric(front, name: str) -> float:
     return float(line.split()[1])
 
 
+@pytest.mark.processes
 def test_chats_go_on_in_another_front_over_another_engine(tmp_path):
     with new_front(tmp_path) as front:
         chats, control = [Chat(front, 1), Chat(front, 3)], [Chat(front, 1), Chat(front, 3)]
@@ -93,6 +94,7 @@ def test_chats_go_on_in_another_front_over_another_engine(tmp_path):
     ]
 
 
+@pytest.mark.processes
 def test_the_list_shows_files_and_conversations(tmp_path):
     with new_front(tmp_path) as front:
         chat = Chat(front, 1)
@@ -112,6 +114,7 @@ def test_the_list_shows_files_and_conversations(tmp_path):
         error_of(front.get("/sessions/a.bin/conversation"), 404)
 
 
+@pytest.mark.processes
 def test_a_conversation_that_is_opened_is_gone_on_with_to_the_token(tmp_path):
     """Its words come from the tokens, and its tokens are found again by the words."""
     with new_front(tmp_path) as front:
@@ -126,6 +129,7 @@ def test_a_conversation_that_is_opened_is_gone_on_with_to_the_token(tmp_path):
         assert (timings["cache_source"], timings["cache_n"]) == ("store", chat.n_held)
 
 
+@pytest.mark.processes
 def test_a_deleted_conversation_leaves_the_one_that_begins_like_it(tmp_path):
     with new_front(tmp_path) as front:
         chats = [Chat(front, 1), Chat(front, 3)]
@@ -146,6 +150,7 @@ def test_a_deleted_conversation_leaves_the_one_that_begins_like_it(tmp_path):
         assert 0 < chats[0].moved_to(front).turn()["cache_n"] < n_held, "what the other one shares"
 
 
+@pytest.mark.processes
 def test_a_request_of_which_nothing_is_kept_is_not_stored(tmp_path):
     with new_front(tmp_path) as front:
         body = {"messages": Chat(front, 1).messages, "max_tokens": 4, "cache_prompt": False}
@@ -155,6 +160,7 @@ def test_a_request_of_which_nothing_is_kept_is_not_stored(tmp_path):
         assert survey(str(tmp_path / "store"))[0].files == {}
 
 
+@pytest.mark.processes
 def test_what_is_not_written_yet_is_written_before_the_engine_is_unloaded(tmp_path):
     with new_front(tmp_path) as front:
         chat = Chat(front, 2)

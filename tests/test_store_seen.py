@@ -51,6 +51,7 @@ def used(folder) -> int:
     return sum(file.size_bytes for file in survey(str(folder))[0].files.values())
 
 
+@pytest.mark.slow
 def test_the_newest_file_is_evicted_at_once(tmp_path):
     """With room for two conversations, the one that was answered last is always there."""
     turn(session(tmp_path), first_prompt(0), 1)
@@ -73,6 +74,7 @@ def test_nested_copies_evict_each_other(tmp_path):
     assert ask(again, grown, 2).reused >= len(grown) - 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), MODELS)
 def test_small_shared_beginnings_die_first(name, options, tmp_path):
     """The system prompt is the oldest file, and all that is newer goes before it."""
@@ -105,6 +107,7 @@ def test_the_copy_at_shutdown_is_never_found_again(tmp_path):
     assert ask(session(tmp_path), following, 2).reused == len(first_prompt(0)) + 5
 
 
+@pytest.mark.processes
 def test_a_second_process_computes_other_keys(tmp_path):
     """Python seeds its own hashes anew in each process; a name on disk must not follow from these."""
     prompt = first_prompt(0)

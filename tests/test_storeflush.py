@@ -155,6 +155,7 @@ def test_the_states_of_another_branch_stay(tmp_path):
     assert position(check_prompt(store, branch)) == (900, 900)
 
 
+@pytest.mark.slow
 def test_a_chat_of_many_turns_writes_what_is_new_and_keeps_little_else(tmp_path, monkeypatch):
     """A long beginning, then turns with a state each that the next one replaces: written once, copied a little."""
     monkeypatch.setattr(blockfile, "BLOCK_BYTES", 1 << 16)
@@ -235,6 +236,7 @@ def test_a_state_that_is_not_written_is_not_asked_for(large, tmp_path):
     flush(new_store(tmp_path), what)
 
 
+@pytest.mark.slow
 def test_a_long_conversation_has_few_old_states(large, tmp_path, monkeypatch):
     """A state a turn, none of which may be read again: with distance they become rare, and what is left is enough."""
     monkeypatch.setattr(blockfile, "BLOCK_BYTES", 1 << 16)
@@ -286,6 +288,7 @@ def test_cells_that_are_kept_are_not_written_once_more(n_first, tmp_path):
         assert check_prompt(again, other)[0] == n_first + 9
 
 
+@pytest.mark.slow
 def test_small_turns_take_few_files_and_few_bytes(tmp_path):
     store, ids, written = new_store(tmp_path), ids_of(1500, 1), 0
     for n_tokens in range(300, 1501, 12):

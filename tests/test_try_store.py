@@ -8,6 +8,7 @@ from given_engine import MODELS
 SMALL = ["--tokens", "1500", "--places", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "kv"), [("qwen3", "q4_0"), ("qwen35", "fp16"), ("qwen4exp", "k8v4")])
 def test_every_place_is_resumed_to_the_right_answer(model, kv, capsys):
     assert try_store.main([*SMALL, "--model", str(MODELS / f"{model}.gguf"), "--kv", kv]) == 0
