@@ -111,6 +111,7 @@ class _Tree:
         self.segments: Held = {}
         self.states: Held = {}
         self.named: dict[Slot, Segment] = {}  # every full segment by what stands behind it
+        self.leaning: dict[Slot, list[Place]] = {}  # segments that leave out cells
 
     @property
     def both(self) -> tuple[Held, Held]:
@@ -150,9 +151,11 @@ class StoreIndex:
         for held, pieces in zip(tree.both, (file.head.segments, file.head.states), strict=True):
             for number, piece in enumerate(pieces):
                 held.setdefault(_slot(piece), {}).setdefault(piece.ids, []).append(Place(file, number, piece))
-        for segment in file.head.segments:
+        for number, segment in enumerate(file.head.segments):
             if segment.is_full:
                 tree.named[_behind(segment)] = segment
+            if segment.n_skipped:
+                tree.leaning.setdefault(_slot(segment), []).append(Place(file, number, segment))
 
     def remove(self, name: str) -> None:
         """Forget a file, if it is known."""
@@ -171,6 +174,9 @@ class StoreIndex:
         for segment in file.head.segments:
             if segment.is_full and segment.ids not in tree.segments.get(_slot(segment), {}):
                 tree.named.pop(_behind(segment), None)
+            if segment.n_skipped:
+                left = [place for place in tree.leaning.pop(_slot(segment), []) if place.file is not file]
+                tree.leaning |= {_slot(segment): left} if left else {}
         if not tree.segments and not tree.states:
             del self._trees[file.head.identity]
 
@@ -243,22 +249,19 @@ class StoreIndex:
         return max((piece.n_tokens for piece in usable), default=0)
 
     def is_continued(self, file: StoreFile) -> bool:
-        """Whether a piece of another file lies behind a full segment that this file alone holds, or a text goes on
-        behind the end of a system prompt whose state is here."""
+        """Whether a piece of another file needs a segment that this one alone holds, as it lies behind it or leaves out
+        its cells; or a text goes on behind the end of a system prompt whose state is here."""
         identity, tree = file.head.identity, self._trees[file.head.identity]
         if any(state.kind == ROOT and _goes_on(tree, state) for state in file.head.states):
             return True
         for segment in file.head.segments:
-            if any(
-                place.file is not file and _begins(segment, place.piece)
-                for places in tree.segments[_slot(segment)].values() for place in places
-            ) and not self.covered(identity, segment, (file.name,)):  # fmt: skip
-                return True
+            needy = [place for place in tree.leaning.get(_slot(segment), []) if _begins(segment, place.piece)]
             if segment.is_full:
-                behind = [place for held in tree.both for places in held.get(_behind(segment), {}).values()
-                          for place in places if place.file is not file]  # fmt: skip
-                if behind and not self.covered(identity, segment, (file.name,)):
-                    return True
+                needy += [place for held in tree.both for places in held.get(_behind(segment), {}).values()
+                          for place in places]  # fmt: skip
+            others = any(place.file is not file for place in needy)
+            if others and not self.covered(identity, segment, (file.name,)):
+                return True
         return False
 
     def before(self, file: StoreFile) -> set[str]:
@@ -270,7 +273,7 @@ class StoreIndex:
                 names |= {place.file.name for place in tree.segments[_slot(segment)][segment.ids]}
             for ids, places in tree.states.get(_slot(piece), {}).items():
                 names |= {place.file.name for place in places if piece.ids.startswith(ids)}
-            if isinstance(piece, Segment):
+            if isinstance(piece, Segment) and piece.n_skipped:
                 others = itertools.chain.from_iterable(tree.segments.get(_slot(piece), {}).values())
                 names |= {place.file.name for place in others if _begins(place.piece, piece)}
         return names - {file.name}
