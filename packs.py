@@ -61,6 +61,41 @@ def _q5_0(blocks):
     return Fields(_nibbles(blocks[..., 6:]) | high << 4, _half(blocks, 0))
 
 
+def _q5_1(blocks):
+    high = np.unpackbits(blocks[..., 4:8], axis=-1, bitorder="little")
+    return Fields(_nibbles(blocks[..., 8:]) | high << 4, _half(blocks, 0), _half(blocks, 2))
+
+
+# What the four bits of the IQ4 types stand for; a pack has a byte in their place.
+_IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]) + 128
+_IQ4_CODES = _IQ4_VALUES.astype(np.uint8)
+
+
+def _iq4_nl(blocks):
+    return Fields(_IQ4_CODES[_nibbles(blocks[..., 2:])], _half(blocks, 0))
+
+
+def _iq4_xs(blocks):
+    """Eight runs of 32 columns, each with a scale of six bits: four of them together, and two behind each other."""
+    runs = blocks[..., 8:].reshape(*blocks.shape[:-1], 8, 16)
+    codes = _IQ4_CODES[_nibbles(runs)].reshape(*blocks.shape[:-1], 256)
+    low = np.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1).reshape(*blocks.shape[:-1], 8)
+    high = np.stack([blocks[..., 2:4] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).reshape(low.shape)
+    return Fields(codes, _half(blocks, 0), scales=(low | high << 4) - np.uint8(32))
+
+
+def _q3_k(blocks):
+    """Codes of three bits, the highest of them apart; sixteen scales of six bits, four low and two high ones apart."""
+    shape, shifts = blocks.shape[:-1], np.arange(0, 8, 2, dtype=np.uint8)
+    low = blocks[..., 32:96].reshape(*shape, 2, 1, 32) >> shifts[:, None] & 3
+    high = np.swapaxes(np.unpackbits(blocks[..., :32, None], axis=-1, bitorder="little"), -1, -2)
+    packed = blocks[..., 96:108]
+    scales = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
+    upper = (packed[..., None, 8:] >> shifts[:, None] & 3).reshape(*shape, 16)
+    codes = low.reshape(*shape, 256) | high.reshape(*shape, 256) << 2
+    return Fields(codes, _half(blocks, 108), scales=(scales | upper << 4) - np.uint8(32))
+
+
 def _k_scales(packed):
     """The eight 6-bit scales and minima of Q4_K and Q5_K out of their 12 bytes."""
     low, mid, high = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
@@ -144,6 +179,10 @@ KINDS = (
     Kind("Q4_0", 4, _q4_0, 18, (0,), zero=8, codes=32),
     Kind("Q4_1", 4, _q4_1, 20, (0, 2), codes=64, offset=32),
     Kind("Q5_0", 5, _q5_0, 22, (0,), zero=16, codes=32),
+    Kind("Q5_1", 5, _q5_1, 24, (0, 2), codes=64, offset=32),
+    Kind("IQ4_NL", 8, _iq4_nl, 18, (0,), zero=128, codes=32),
+    Kind("IQ4_XS", 8, _iq4_xs, 136, (0,), columns=256, zero=128, codes=160, scales=32, signed=True),
+    Kind("Q3_K", 4, _q3_k, 110, (108,), columns=256, zero=4, codes=288, scales=32, signed=True, halves=2),
     Kind("Q4_K", 4, _q4_k, 144, (0, 2), columns=256, codes=320, scales=64, offset=32, minima=192),
     Kind("Q5_K", 5, _q5_k, 176, (0, 2), columns=256, codes=320, scales=64, offset=32, minima=192),
     Kind("Q6_K", 6, _q6_k, 210, (208,), columns=256, zero=32, codes=288, scales=32, signed=True, halves=2),

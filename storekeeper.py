@@ -23,7 +23,7 @@ from storelayout import ROOT, TURN, Shape, State, StoreError
 from verbs import Stored
 
 # Raised when, and only when, the same tokens leave other bits in pools or state.
-ARITHMETIC = 1
+ARITHMETIC = 2
 FIRST_TOKEN_S = 1 / 500  # per prompt token, until prompts have been read
 FIRST_BYTES_PER_S = 500e6  # until something was read from the store
 OLD_SHARE = 0.7  # of a rate that was measured before, in the next one

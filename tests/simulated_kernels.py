@@ -24,7 +24,7 @@ from given_kernels import CPU
 
 DEVICE = backend.load("cuda", 1, print)
 
-SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")  # of 256 columns; the others have 32
+SUPER_BLOCKS = ("IQ4_XS", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # of 256 columns; the others have 32
 
 
 def sizes(name: str, n: int) -> cuda_cases.Sizes:

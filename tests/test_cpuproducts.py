@@ -88,12 +88,12 @@ def test_a_width_that_cannot_be_cut_into_blocks_is_refused(kind, columns):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pack_is_no_larger_than_its_file_but_for_the_scales_of_k_types(kind):
+def test_a_pack_is_no_larger_than_its_file_but_for_what_has_no_width_of_its_own(kind):
     raw = random_weights(rng_for(kind), kind, 2, 32, 512)
     weights = packed(kind, raw, 512)
     assert weights.data.nbytes == 2 * 2 * weights.group_bytes
-    # Q4_K and Q5_K keep their 6-bit scales and minima in whole bytes.
-    extra = {"Q4_K": 4, "Q5_K": 4}.get(kind, 0)
+    # Scales and minima of six bits have whole bytes; what four bits stand for has a byte, and three bits have four.
+    extra = {"Q4_K": 4, "Q5_K": 4, "IQ4_NL": 128, "IQ4_XS": 130, "Q3_K": 36}.get(kind, 0)
     assert weights.data.nbytes == raw.nbytes + 2 * 32 * 2 * extra
 
 
