@@ -20,11 +20,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools")
 import cuda_cases
 
 import backend
+import packs
 from given_kernels import CPU
 
 DEVICE = backend.load("cuda", 1, print)
 
-SUPER_BLOCKS = ("IQ4_XS", "Q3_K", "Q4_K", "Q5_K", "Q6_K")  # of 256 columns; the others have 32
+SUPER_BLOCKS = [kind.name for kind in packs.KINDS if kind.columns == 256]  # the others have 32
 
 
 def sizes(name: str, n: int) -> cuda_cases.Sizes:
