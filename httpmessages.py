@@ -121,8 +121,9 @@ def first_words(messages: list[dict]) -> str:
 
 
 def label_of(text: str) -> str:
-    """The start of a text on one line."""
-    return " ".join(text[:MAX_SAID].split())[:MAX_WORDS]
+    """The start of a text on one line, cut between two words."""
+    words = " ".join(text[:MAX_SAID].split())
+    return words if len(words) <= MAX_WORDS else words[:MAX_WORDS].rsplit(" ", 1)[0] + "…"
 
 
 def _messages(body: dict) -> list[dict]:

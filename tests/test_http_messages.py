@@ -8,6 +8,7 @@ import pytest
 import httpchat
 from given_front import TEMPLATE, write_tokenizer_model
 from httpfields import ApiError
+from httpmessages import first_words
 from tokenizer import Tokenizer
 from verbs import Done
 
@@ -315,3 +316,18 @@ def test_wishes_that_exclude_each_other_are_refused(tokenizers, messages, wish, 
 def test_a_template_that_hides_the_last_message_is_named(tmp_path):
     hiding = Tokenizer.load(write_tokenizer_model(tmp_path / "tiny.gguf", "{{ messages[0].content }}"))
     assert "messages[1]" in refusal(hiding, USER, BEGUN)
+
+
+@pytest.mark.parametrize(
+    ("said", "label"),
+    [
+        ("hi", "hi"),
+        ("  two\nlines\t here ", "two lines here"),
+        ("word " * 40, "word " * 15 + "word…"),
+        ("x" * 300, "x" * 80 + "…"),
+        ("", ""),
+    ],
+)
+def test_a_conversation_is_known_by_what_was_said_first(said, label):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": said}]
+    assert first_words([*messages, {"role": "user", "content": "more"}]) == label

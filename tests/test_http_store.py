@@ -105,7 +105,7 @@ def test_the_list_shows_files_and_conversations(tmp_path):
         assert listing["kinds"] == ["file", "conversation"]
         assert [entry["match"] for entry in listing["data"]] == [True, True]
         (entry,) = stored(front)
-        assert entry["label"] == " ".join(PARAGRAPHS[1].split())[:80]
+        assert entry["label"] == " ".join(PARAGRAPHS[1].split())
         assert entry["n_bytes"] == sum(path.stat().st_size for path in (tmp_path / "store").glob("*.store"))
         told = front.get(f"/sessions/{entry['id']}/conversation").json()
         assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant"]
