@@ -114,6 +114,23 @@ def test_a_saved_conversation_goes_on_bitwise(mode, tmp_path, products_of_the_cp
     assert held(restarted) == held(through)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stored_conversation_goes_on_bitwise(mode, tmp_path, products_of_the_cpu):
+    """Nobody saves it: the device's cells and states go into the store and come back into another engine."""
+    kept = {"store": str(tmp_path), "store_min_tokens": 8, "store_replay_s": 0, "conversation_cache_mib": 0}
+    chat = new_session(**MODES[mode], **kept)
+    prompt = ids(13)
+    following = next_turn(prompt, ask(chat, prompt, 3), 1, 3)
+    chat.rest(lambda: False)
+    n_held = chat.n_tokens
+    expected = ask(chat, following, 2)
+    again = new_session(**MODES[mode], **kept)
+    reply = ask(again, following, 2, source=True)
+    assert (reply.source.source, reply.reused) == ("store", n_held)
+    assert reply.tokens == expected.tokens
+    assert held(again) == held(chat)
+
+
 def test_residency_changes_no_bit_of_an_answer(products_of_the_cpu):
     sessions = [new_session(**options) for options in MODES.values()]
     replies = [ask(session, ids(13), 2) for session in sessions]
