@@ -32,7 +32,7 @@ def export_conversation(options: EngineOptions, name: str, path: str, log: Log, 
     """
     session = Session(Engine.outline(options, log))
     wanted = find(session.keeper.store.index.conversations(), name, options.store)
-    if not _ends(wanted):
+    if not _ends(wanted) and not session.cache.shape.folds_nothing:
         log("the state at its end is not kept: the weights are loaded, and its last tokens are read again")
         session = Session(Engine.load(options, log))
     _bring_in(session, wanted)
@@ -86,7 +86,8 @@ def _bring_in(session: Session, wanted: Conversation) -> None:
     if state:
         held = Snapshot(wanted.ids[: state.position].copy(), tuple(sink.arrays))
         live.checkpoints.add(held, state.used, root=state.kind == ROOT)
-    live.used = _ends(wanted)[0].used if _ends(wanted) else state.used + 1  # as an answer ends behind its checkpoint
+    ends, stamp = _ends(wanted), state.used + 1 if state else 0  # an answer ends behind its checkpoint
+    live.used = ends[0].used if ends else stamp
     if cache.n_tokens < n_tokens:
         while cache.n_tokens < n_tokens:
             session.read(live, wanted.ids, min(cache.n_tokens + CHUNK, n_tokens))
