@@ -128,13 +128,19 @@ class Flush:
         if not size_bytes:
             return
         try:
-            self._pins.enter_context(store.pinned(store.index.along(kept.identity, kept.ids)))
+            self._pins.enter_context(store.pinned(self._stands_on(kept)))
             store.make_room(size_bytes, self._plan.superseded)
             self._begin_file()
         except BaseException:
             self.close()
             raise
         self.size_bytes = size_bytes
+
+    def _stands_on(self, kept: Kept) -> set[str]:
+        """Files without which the conversation would not be whole: they must not make room for what is new of it."""
+        hit, positions = self.store.index.find(kept.identity, kept.ids), {offer.position for offer in kept.states}
+        states = [place for place in hit.states if place.piece.position in positions]
+        return {place.file.name for place in (*hit.segments, *states)}
 
     def _begin_file(self) -> None:
         self.names.append(self.store.new_name(self._key))

@@ -270,7 +270,7 @@ class Store:
 
     def protected(self) -> set[str]:
         """Names of files that must not go: pinned ones, and those that the live conversation stands on."""
-        return set(self._pinned) | (self.index.along(*self.live) if self.live else set())
+        return set(self._pinned) | (self.index.find(*self.live).files if self.live else set())
 
     def make_room(self, size_bytes: int, freed: Collection[str] = ()) -> None:
         """Have a file of this size fit, by removing others. Raises StoreError, kind storage, where it cannot.
