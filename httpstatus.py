@@ -66,7 +66,7 @@ def _metrics(child: EngineChild) -> list[tuple[str, str, str, float]]:
     ]
     counters += [
         ("strata:store_written_bytes_total", "Bytes written to the store.", child.stored.written_bytes),
-        ("strata:store_flushes_total", "Files written to the store.", child.stored.n_flushes),
+        ("strata:store_flushes_total", "Times that the store was written to.", child.stored.n_flushes),
         ("strata:store_failures_total", "Conversations that could not be written to the store.",
          child.stored.n_failures),
         ("strata:store_hits_total", "Prompts that went on from the store.", child.stored.n_hits),

@@ -6,6 +6,7 @@ cursor, sets no colour, turns no reading direction, and is one line of a bounded
 Read next: ``httpchild.py`` and ``httpfront.py``, which show what models, files and processes say.
 """
 
+import time
 
 # An exception of a model's template may have megabytes of text; nobody reads more of it than this.
 MAX_CHARACTERS = 2000
@@ -24,3 +25,8 @@ def one_line(text: str) -> str:
     return "".join(
         char if char.isprintable() else " " if char.isspace() else ascii(char)[1:-1] for char in text
     ).rstrip()
+
+
+def local_time(seconds: float) -> str:
+    """Seconds since 1970 as a date and a time of day, where this machine is."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     import checksum
 
 
-
 # --- Checksums: the kernels are loaded when the first byte is hashed, as who only looks into files needs none ---
 
 

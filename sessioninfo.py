@@ -1,11 +1,14 @@
 """What is in a session file, as those see it who look into one without a model.
 
-It owns the words and the JSON of such a look; it reads no file. Invariant: nothing here says more than a file's header
-and structure do. Read next: sessionfile.py, which looks.
+It owns the words, the table and the JSON of such a look; it reads no file. Invariant: nothing here says more than a
+file's header and structure do. Read next: sessionfile.py, which looks.
 """
 
+import shutil
+import sys
 from typing import NamedTuple
 
+from printable import local_time
 from sessionlayout import KV_PARTS, STATE_ARRAYS, VERSION, Identity, Image, Record, SessionError, hex64
 
 
@@ -76,3 +79,46 @@ class Peek(NamedTuple):
     n_tokens: int = 0
     identity: Identity | None = None
     refusal: SessionError | None = None
+
+    def as_dict(self) -> dict:
+        """The same as JSON can hold it."""
+        if self.refusal:
+            return {"file": self.name, "ok": False, "kind": self.refusal.kind, "message": str(self.refusal)}
+        identity = {name: hex64(value) for name, value in self.identity._asdict().items()}
+        sizes = {"n_tokens": self.n_tokens, "size_bytes": self.size_bytes, "modified_s": self.modified_s}
+        return {"file": self.name, "ok": True} | sizes | identity
+
+
+def print_info(info: SessionInfo, title: str) -> None:
+    """An inspected file as a few lines and a table of its layers; the title is its name, in characters that print."""
+    from rich.console import Console
+    from rich.table import Table
+
+    image = info.image
+    checkpoints = ", ".join(str(checkpoint.n_tokens) for checkpoint in image.checkpoints)
+    state_parts = ", ".join(f"{name} {part.size}" for name, part in zip(STATE_ARRAYS, image.live.state, strict=True))
+    lines = {
+        "size": f"{info.size_bytes} bytes, changed {local_time(info.modified_s)}",
+        "model": f"{info.identity.model:016x}",
+        "config": f"{info.identity.config:016x}",
+        "payload hash": f"{info.payload_hash:016x} as stored; `strata session verify` proves it",
+        "tokens": f"{image.live.n_tokens}, images {image.live.n_images}",
+        "checkpoints": f"{len(image.checkpoints)}" + (f", of {checkpoints} tokens" if checkpoints else ""),
+        "layers": f"{image.layer_lo} to {image.layer_hi}, control vector {'on' if image.cvec else 'off'}",
+        "state": f"{info.state_bytes} bytes",
+        "live state": state_parts,
+        "K/V": f"{info.kv_bytes} bytes in {len(image.kv)} layers",
+    } | ({"not listed": info.rest} if info.rest else {})
+    print(title)
+    for name, value in lines.items():
+        print(f"  {name:<13} {value}")
+    if image.kv:
+        table = Table("layer", "format", "cells", "heads", "width", "pooled", "bytes", box=None, padding=(0, 0, 0, 2))
+        for column in table.columns:
+            column.justify, column.no_wrap = "right", True
+        for i, layer in enumerate(image.kv):
+            head = layer.header
+            counts = (head.cells, head.heads, head.head_dim, head.pooled_rows, sum(layer.part_sizes))
+            table.add_row(str(i), head.format_name, *map(str, counts))
+        Console(highlight=False, width=max(80, shutil.get_terminal_size().columns)).print(table)
+    sys.stdout.flush()

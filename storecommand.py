@@ -7,12 +7,11 @@ nothing in the folder. Read next: storefolder.py.
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from blockfile import Progress
-from printable import one_line
+from printable import local_time, one_line
 from storefile import StoreReader
 from storefolder import MIB, Store, survey
 from storeindex import Conversation
@@ -47,7 +46,7 @@ def _as_dict(conversation: Conversation) -> dict:
         "whole": conversation.is_whole,
         "states": [place.piece.position for place in conversation.hit.states],
         "size_bytes": file.size_bytes,
-        "chain_bytes": sum(file.size_bytes for file in conversation.files),
+        "chain_bytes": conversation.size_bytes,
         "used_s": file.used_ns / 1e9,
         "identity": file.head.identity.hex(),
     }
@@ -70,8 +69,8 @@ def _print_table(conversations: list[Conversation]) -> None:
                                   ("last use", "left", 19), ("label", "left", None)):  # fmt: skip
         table.add_column(title, justify=justify, min_width=width, no_wrap=True)
     for conversation in conversations:
-        n_mib = sum(file.size_bytes for file in conversation.files) / MIB
-        used = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(conversation.last.file.used_ns / 1e9))
+        n_mib = conversation.size_bytes / MIB
+        used = local_time(conversation.last.file.used_ns / 1e9)
         tokens = f"{conversation.n_tokens}" + ("" if conversation.is_whole else " (in parts)")
         table.add_row(conversation.id, tokens, f"{n_mib:.1f}", used, Text(one_line(conversation.last.file.head.label)))
     Console(highlight=False, width=max(100, shutil.get_terminal_size().columns)).print(table)

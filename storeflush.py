@@ -16,7 +16,7 @@ import numpy as np
 
 from storefile import Pull, StoreReader, StoreWriter, arrays_of, cells_of
 from storefolder import Store
-from storeindex import Piece, StoreFile, covers
+from storeindex import Hit, Piece, StoreFile, covers
 from storelayout import (
     ID_BYTES,
     MAX_LABEL_BYTES,
@@ -115,32 +115,28 @@ class Flush:
 
     def __init__(self, store: Store, kept: Kept):
         """Decide what is written and make room for it; `size_bytes` is 0 where the store has it all."""
-        self.store, self._identity, self._key = store, kept.identity, _key_at_end(kept)
+        self.store, self._identity = store, kept.identity
         self.names: list[str] = []
         self.size_bytes, self.n_new_bytes = 0, 0
         self._writer: StoreWriter | None = None
         self._carrier = Carrier(store)
         self._pins = contextlib.ExitStack()
         store.refresh()
-        self._plan = self._make_plan(kept)
+        segments, hit = segments_of(kept), store.index.find(kept.identity, kept.ids)
+        self._key = segments[-1].key
+        self._plan = self._make_plan(kept, segments, hit)
         self._files = self._plan.files()
         size_bytes = sum(head.file_bytes for head, _ in self._files)
         if not size_bytes:
             return
         try:
-            self._pins.enter_context(store.pinned(self._stands_on(kept)))
+            self._pins.enter_context(store.pinned(_stood_on(kept, hit)))
             store.make_room(size_bytes, self._plan.superseded)
             self._begin_file()
         except BaseException:
             self.close()
             raise
         self.size_bytes = size_bytes
-
-    def _stands_on(self, kept: Kept) -> set[str]:
-        """Files without which the conversation would not be whole: they must not make room for what is new of it."""
-        hit, positions = self.store.index.find(kept.identity, kept.ids), {offer.position for offer in kept.states}
-        states = [place for place in hit.states if place.piece.position in positions]
-        return {place.file.name for place in (*hit.segments, *states)}
 
     def _begin_file(self) -> None:
         self.names.append(self.store.new_name(self._key))
@@ -186,10 +182,10 @@ class Flush:
 
     # --- what is written
 
-    def _make_plan(self, kept: Kept) -> _Plan:
+    def _make_plan(self, kept: Kept, segments: list[Segment], hit: Hit) -> _Plan:
         index, identity = self.store.index, kept.identity
-        segments = [self._without_beginning(s) for s in segments_of(kept) if not index.covered(identity, s, ())]
-        held = [place.piece for place in index.find(identity, kept.ids).states]
+        segments = [self._without_beginning(s) for s in segments if not index.covered(identity, s, ())]
+        held = [place.piece for place in hit.states]
         sources = [cells_of(segment, kept.shape, kept.windows) for segment in segments]
         n_cell_bytes = sum(pull.size for source in sources for pull in source)
         offers = worth_keeping(kept.states, kept.shape.state_bytes, n_cell_bytes, kept.replay_tokens)
@@ -316,5 +312,8 @@ def _is_covered(piece: Piece, new: Sequence[Piece]) -> bool:
     )  # fmt: skip
 
 
-def _key_at_end(kept: Kept) -> bytes:
-    return segments_of(kept)[-1].key
+def _stood_on(kept: Kept, hit: Hit) -> set[str]:
+    """Files without which a conversation would not be whole: they must not make room for what is new of it."""
+    positions = {offer.position for offer in kept.states}
+    states = [place for place in hit.states if place.piece.position in positions]
+    return {place.file.name for place in (*hit.segments, *states)}

@@ -99,6 +99,11 @@ class Conversation(NamedTuple):
     def files(self) -> list[StoreFile]:
         return list({place.file.name: place.file for place in self.pieces}.values())
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files that hold something of it."""
+        return sum(file.size_bytes for file in self.files)
+
 
 Slot = tuple[bytes, int]  # the key of the segment before a piece, and where the piece starts
 Held = dict[Slot, dict[bytes, list[Place]]]  # by slot, then by ids: where it lies

@@ -1,8 +1,8 @@
 """A store as those see it who run no engine: its conversations by their ids, and one of them taken out.
 
 It owns what an id means and what goes with a conversation; it knows no tokens' meaning and no engine. Invariant: what
-another conversation needs stays, and of what is taken out no byte does. Read next: storefolder.py for the folder,
-storeindex.py for what is found in it.
+another conversation needs stays, and of what is taken out no sound file has a byte. Read next: storefolder.py for the
+folder, storeindex.py for what is found in it.
 """
 
 import os
@@ -38,7 +38,7 @@ def entry(conversation: Conversation, identities: Collection[str]) -> dict:
         "id": conversation.id,
         "label": one_line(file.head.label),
         "n_tokens": conversation.n_tokens,
-        "n_bytes": sum(file.size_bytes for file in conversation.files),
+        "n_bytes": conversation.size_bytes,
         "modified": file.used_ns / 1e9,
         "match": mine in identities if identities else None,
         "model_match": mine[:MODEL_DIGITS] in {one[:MODEL_DIGITS] for one in identities} if identities else None,

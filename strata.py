@@ -12,10 +12,8 @@ import functools
 import json
 import os
 import re
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -407,13 +405,14 @@ def run_demo(args: argparse.Namespace) -> int:
 def run_inspect(args: argparse.Namespace) -> int:
     """What is in each file; a file that cannot be read is told on stderr, or in its JSON object."""
     import sessionfile
+    import sessioninfo
 
     def look(path: str) -> None:
         info = sessionfile.inspect_session(path)
         if args.json:
             _print_json({"file": path, "ok": True} | info.as_dict())
         else:
-            _print_info(info)
+            sessioninfo.print_info(info, _printable(info.path))
 
     return _each_file(args, look, sys.stderr)
 
@@ -465,47 +464,6 @@ def _printable(name: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in name)
 
 
-def _local_time(modified_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(modified_s))
-
-
-def _print_info(info) -> None:
-    """An inspected file as a few lines and a table of its layers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from sessionlayout import STATE_ARRAYS
-
-    image = info.image
-    checkpoints = ", ".join(str(checkpoint.n_tokens) for checkpoint in image.checkpoints)
-    state_parts = ", ".join(f"{name} {part.size}" for name, part in zip(STATE_ARRAYS, image.live.state, strict=True))
-    lines = {
-        "size": f"{info.size_bytes} bytes, changed {_local_time(info.modified_s)}",
-        "model": f"{info.identity.model:016x}",
-        "config": f"{info.identity.config:016x}",
-        "payload hash": f"{info.payload_hash:016x} as stored; `strata session verify` proves it",
-        "tokens": f"{image.live.n_tokens}, images {image.live.n_images}",
-        "checkpoints": f"{len(image.checkpoints)}" + (f", of {checkpoints} tokens" if checkpoints else ""),
-        "layers": f"{image.layer_lo} to {image.layer_hi}, control vector {'on' if image.cvec else 'off'}",
-        "state": f"{info.state_bytes} bytes",
-        "live state": state_parts,
-        "K/V": f"{info.kv_bytes} bytes in {len(image.kv)} layers",
-    } | ({"not listed": info.rest} if info.rest else {})
-    print(_printable(info.path))
-    for name, value in lines.items():
-        print(f"  {name:<13} {value}")
-    if image.kv:
-        table = Table("layer", "format", "cells", "heads", "width", "pooled", "bytes", box=None, padding=(0, 0, 0, 2))
-        for column in table.columns:
-            column.justify, column.no_wrap = "right", True
-        for i, layer in enumerate(image.kv):
-            head = layer.header
-            counts = (head.cells, head.heads, head.head_dim, head.pooled_rows, sum(layer.part_sizes))
-            table.add_row(str(i), head.format_name, *map(str, counts))
-        Console(highlight=False, width=max(80, shutil.get_terminal_size().columns)).print(table)
-    sys.stdout.flush()
-
-
 @contextlib.contextmanager
 def _reading_progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """What reports a reading on stderr: a bar on a terminal, a line at every tenth of a large file otherwise."""
@@ -540,6 +498,7 @@ def run_list(args: argparse.Namespace) -> int:
     """One line for each session file of a folder; exit code 1 if one of them has a damaged header."""
     import sessionfolder
     import sessionlayout
+    from printable import local_time
 
     try:
         entries = sessionfolder.list_sessions(args.folder)
@@ -547,22 +506,14 @@ def run_list(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     for entry in entries:
         if args.json:
-            _print_json(_entry_dict(entry))
+            _print_json(entry.as_dict())
         elif entry.refusal:
             print(f"{'-':>9} {'-':>13} {'-':>19}  {_printable(entry.name)}: refused: {entry.refusal}")
         else:
-            time_text = _local_time(entry.modified_s)
+            time_text = local_time(entry.modified_s)
             print(f"{entry.n_tokens:>9} {entry.size_bytes:>13} {time_text:>19}  {_printable(entry.name)}")
     sys.stdout.flush()
     return EXIT_FAILED if any(entry.refusal for entry in entries) else EXIT_OK
-
-
-def _entry_dict(entry) -> dict:
-    if entry.refusal:
-        return {"file": entry.name, "ok": False, "kind": entry.refusal.kind, "message": str(entry.refusal)}
-    identity = {name: f"{value:016x}" for name, value in entry.identity._asdict().items()}
-    sizes = {"n_tokens": entry.n_tokens, "size_bytes": entry.size_bytes, "modified_s": entry.modified_s}
-    return {"file": entry.name, "ok": True} | sizes | identity
 
 
 def run_store(args: argparse.Namespace) -> int:
@@ -595,6 +546,7 @@ def _exchange(args: argparse.Namespace) -> int:
     else:
         _create_folder("import", args.folder)
     import engine
+    import sessionlayout
     import storeexchange
 
     settings = options.read_identity_options(
@@ -611,7 +563,7 @@ def _exchange(args: argparse.Namespace) -> int:
                 kept = storeexchange.import_session(settings, args.file, _labels(settings.model), _log, progress)
                 facts = {"file": args.file, "id": kept.id, "n_tokens": kept.n_tokens}
                 text = f"kept as {kept.id}, a conversation of {kept.n_tokens} tokens"
-    except (engine.ModelError, engine.FatalError, engine.SessionError) as error:
+    except (engine.ModelError, engine.FatalError, sessionlayout.SessionError) as error:
         raise CommandError(str(error)) from error
     except MemoryError as error:
         raise CommandError(f"not enough memory for this conversation: {error}") from error

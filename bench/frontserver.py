@@ -21,8 +21,7 @@ START_S, REQUEST_S, END_S, POLL_S = 600, 600, 60, 0.05  # a first start compiles
 @contextlib.contextmanager
 def serving(model: str, *options: str) -> Iterator[str]:
     """The address of a server with the defaults; ends this process with the server's last words where it does."""
-    command = [sys.executable, str(ROOT / "strata.py"), "--serve", "--http=127.0.0.1:0", f"--model={model}", *options]
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stderr=log) as process:
+    with tempfile.TemporaryFile() as log, started(model, log, *options) as process:
         try:
             yield address_of(process, log)
         finally:
@@ -33,7 +32,14 @@ def serving(model: str, *options: str) -> Iterator[str]:
                 process.kill()
 
 
+def started(model: str, log, *options: str) -> subprocess.Popen:
+    """The process; `log` takes what it says, by which `address_of` finds it."""
+    command = [sys.executable, str(ROOT / "strata.py"), "--serve", "--http=127.0.0.1:0", f"--model={model}", *options]
+    return subprocess.Popen(command, stderr=log)
+
+
 def address_of(process: subprocess.Popen, log) -> str:
+    """Where the server listens, once it is ready."""
     address, end = None, time.monotonic() + START_S
     while address is None or httpx.get(f"{address}/health").status_code != 200:
         log.seek(0)

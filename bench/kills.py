@@ -12,15 +12,14 @@ import contextlib
 import os
 import pathlib
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 
 import openai
-from frontserver import REQUEST_S, ROOT, address_of, serving
+import psutil
+from frontserver import REQUEST_S, ROOT, address_of, serving, started
 from machine import machine_facts
 
 sys.path.insert(0, str(ROOT))
@@ -75,8 +74,7 @@ class Server:
 
     def __init__(self, model: str, store: str, port_log: pathlib.Path):
         self._log = port_log.open("w+b")
-        command = [sys.executable, str(ROOT / "strata.py"), "--serve", "--http=127.0.0.1:0", f"--model={model}"]
-        self._process = subprocess.Popen([*command, f"--store={store}"], stderr=self._log, start_new_session=True)
+        self._process = started(model, self._log, f"--store={store}")
         self.killed_at = 0.0
 
     def address(self) -> str:
@@ -85,17 +83,12 @@ class Server:
     def kill(self) -> None:
         """SIGKILL to the engine, and then to the front, before either can do anything more."""
         self.killed_at = self.killed_at or time.monotonic()
-        for pid in [*_children(self._process.pid), self._process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was killed before
+            for child in psutil.Process(self._process.pid).children():
+                child.kill()
+        self._process.kill()
         self._process.wait()
         self._log.close()
-
-
-def _children(pid: int) -> list[int]:
-    with contextlib.suppress(FileNotFoundError):
-        return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
 
 
 class Trial:

@@ -42,7 +42,7 @@ ALLOWED = {
     "sessionlayout": {"blockfile", "cells"},
     "plainhash": set(),
     "sessionparse": {"cells", "plainhash", "sessionlayout"},
-    "sessioninfo": {"sessionlayout"},
+    "sessioninfo": {"printable", "sessionlayout"},
     "sessionfile": {"sessioninfo", "sessionlayout", "sessionparse", "blockfile", "checksum", "plainhash"},
     "storelayout": {"blockfile", "cells"},
     "storefile": {"blockfile", "checksum", "storelayout"},
@@ -118,8 +118,8 @@ ALLOWED = {
     "demo": {"declaration", "demostage", "storelayout", "storeview", "tokenizer"},
     "warmup": {"sessionlayout", "engine", "jit", "options", "sessionfile", "verbs"},
     "strata": {"demo", "demofiles", "demostage", "engine", "httpconversation", "httpfront", "modelfile", "options"}
-    | {"printable", "serveloop", "sessionfile", "sessionfolder", "sessionlayout", "storecommand", "storeexchange"}
-    | {"tokenizer", "warmup"},
+    | {"printable", "serveloop", "sessionfile", "sessionfolder", "sessioninfo", "sessionlayout", "storecommand"}
+    | {"storeexchange", "tokenizer", "warmup"},
 }
 
 
