@@ -5,7 +5,6 @@ tokens, out of the store, and answered what an engine answers that was never kil
 engines; demofiles.py for the story in which files are saved and restored.
 """
 
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,11 +12,12 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+import demostage
 from declaration import TEXT
 from demostage import ENGINE_COMMAND, WARM_UP_TOKENS, DemoError, EngineProcess, Stage, Turn, first_prompt, next_prompt
 from storelayout import StoreError
 from storeview import StoreView
-from tokenizer import Tokenizer, TokenizerError
+from tokenizer import Tokenizer
 
 QUESTIONS = (
     "What is this text, and who speaks in it? Answer in one sentence.",
@@ -60,14 +60,7 @@ class Story(NamedTuple):
 
 def run(model: str, command: Sequence[str] = ENGINE_COMMAND, console: Console | None = None) -> bool:
     """Tell the story with a model file and return whether every promise in it held; raises DemoError."""
-    console = console or Console(highlight=False)
-    try:
-        tokenizer = Tokenizer.load(model)
-        with tempfile.TemporaryDirectory(prefix="strata-demo-") as folder:
-            story = _tell(tokenizer, Stage([*command, "--model", model], folder, console))
-    except (TokenizerError, StoreError) as error:
-        raise DemoError(str(error)) from error
-    return _report(story, console)
+    return demostage.run(_tell, _report, model, command, console)
 
 
 def _tell(tokenizer: Tokenizer, stage: Stage) -> Story:
@@ -110,10 +103,13 @@ def _halves() -> tuple[str, str]:
 def _wait_until_stored(folder: str, n_tokens: list[int]) -> None:
     """Until the store has conversations of these lengths; nobody tells it to write."""
     view, end = StoreView(folder, lambda line: None), time.monotonic() + STORED_S
-    while not set(n_tokens) <= {kept.n_tokens for kept in view.conversations()}:
-        if time.monotonic() > end:
-            raise DemoError(f"the store does not hold both conversations after {STORED_S} s")
-        time.sleep(LOOK_S)
+    try:
+        while not set(n_tokens) <= {kept.n_tokens for kept in view.conversations()}:
+            if time.monotonic() > end:
+                raise DemoError(f"the store does not hold both conversations after {STORED_S} s")
+            time.sleep(LOOK_S)
+    except StoreError as error:
+        raise DemoError(str(error)) from error
 
 
 def _report(story: Story, console: Console) -> bool:

@@ -5,16 +5,16 @@ full and went on with the very tokens of one that never stopped. Read next: demo
 the story in which nothing is saved.
 """
 
-import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+import demostage
 from declaration import TEXT
-from demostage import ENGINE_COMMAND, WARM_UP_TOKENS, DemoError, Stage, Transfer, Turn, first_prompt, next_prompt
-from tokenizer import Tokenizer, TokenizerError
+from demostage import ENGINE_COMMAND, WARM_UP_TOKENS, Stage, Transfer, Turn, first_prompt, next_prompt
+from tokenizer import Tokenizer
 
 FIRST_QUESTION = "What is this text, and who speaks in it? Answer in one sentence."
 NEXT_QUESTION = "Which complaints about the king does it list? Quote some of them."
@@ -35,25 +35,19 @@ class Story(NamedTuple):
 
 def run(model: str, command: Sequence[str] = ENGINE_COMMAND, console: Console | None = None) -> bool:
     """Tell the story with a model file and return whether every promise in it held; raises DemoError."""
-    console = console or Console(highlight=False)
-    try:
-        tokenizer = Tokenizer.load(model)
-        with tempfile.TemporaryDirectory(prefix="strata-demo-") as folder:
-            story = _tell(tokenizer, Stage([*command, "--slot-save-path", folder, "--model", model], folder, console))
-    except TokenizerError as error:
-        raise DemoError(str(error)) from error
-    return _report(story, console)
+    return demostage.run(_tell, _report, model, command, console)
 
 
 def _tell(tokenizer: Tokenizer, stage: Stage) -> Story:
     """Read, answer, save, end; start again, restore, go on."""
-    with stage.engine("Engine, to compile what is not in the cache yet") as engine, stage.progress("compiling") as show:
+    files, title = ("--slot-save-path", stage.folder), "Engine, to compile what is not in the cache yet"
+    with stage.engine(title, *files) as engine, stage.progress("compiling") as show:
         messages, prompt = first_prompt(tokenizer, TEXT, FIRST_QUESTION, engine.max_context - CONTEXT_MARGIN)
         engine.generate(prompt[:WARM_UP_TOKENS], 4, show)
         engine.transfer("SAVE", "warm-up.bin", show)
         engine.transfer("RESTORE", "warm-up.bin", show)
 
-    with stage.engine("First engine") as engine:
+    with stage.engine("First engine", *files) as engine:
         with stage.progress(f"reading {len(prompt):,} tokens") as show:
             cold = engine.generate(prompt, ANSWER_TOKENS, show)
         answer = tokenizer.decode(cold.ids, special=False)
@@ -66,7 +60,7 @@ def _tell(tokenizer: Tokenizer, stage: Stage) -> Story:
         with stage.progress("next turn, without a stop, to compare with") as show:
             never_stopped = engine.generate(following, NEXT_TOKENS, show)
 
-    with stage.engine("First engine ended. Second engine") as engine:
+    with stage.engine("First engine ended. Second engine", *files) as engine:
         with stage.progress("restoring") as show:
             restored = engine.transfer("RESTORE", "conversation.bin", show)
         with stage.progress("next turn") as show:

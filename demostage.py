@@ -7,22 +7,24 @@ not do its part ends the story with one line. Read next: demo.py and demofiles.p
 import pathlib
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import verbs
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, TokenizerError
 
 ENGINE_COMMAND = (sys.executable, str(pathlib.Path(__file__).with_name("strata.py")), "--serve")
 NO_RESERVES = ("--session-min-free-mib", "0", "--conversation-cache-min-free-mib", "0")
 WARM_UP_TOKENS = 256  # enough to run, and so to compile, all that a long prompt runs
 END_GRACE_S = 30
 
+Told = TypeVar("Told")  # what a story measured
 Show = Callable[[int, int], None]  # progress: done, total
 
 
@@ -86,6 +88,19 @@ class Stage:
         with Progress(*columns, console=self.console, transient=True) as bars:
             task = bars.add_task(title, total=None)
             yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def run(tell: Callable[[Tokenizer, Stage], Told], report: Callable[[Told, Console], bool],
+        model: str, command: Sequence[str], console: Console | None) -> bool:  # fmt: skip
+    """Tell a story with a model file and return whether every promise in it held; raises DemoError."""
+    console = console or Console(highlight=False)
+    try:
+        tokenizer = Tokenizer.load(model)
+        with tempfile.TemporaryDirectory(prefix="strata-demo-") as folder:
+            told = tell(tokenizer, Stage([*command, "--model", model], folder, console))
+    except TokenizerError as error:
+        raise DemoError(str(error)) from error
+    return report(told, console)
 
 
 def first_prompt(tokenizer: Tokenizer, text: str, question: str, most: int) -> tuple[list[dict], list[int]]:

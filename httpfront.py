@@ -92,7 +92,7 @@ class Front:
         self.ready = False
         self.closing: asyncio.Future | None = None
         # Whether the texts of what is held, and of what the store keeps, have still to be learned.
-        self.restored, self.unread_store = False, options.store is not None
+        self.restored = self.unread_store = False
         self.child = EngineChild(
             command,
             silence_s=options.silence_s,
@@ -104,7 +104,8 @@ class Front:
         self.folder = SessionFolder(options.slot_save_path) if options.slot_save_path else None
         self.store = StoreView(options.store, terminal.log) if options.store else None
         self.texts = TextPool(terminal.log)
-        self.app = Routes(self).app
+        self._routes = Routes(self)
+        self.app = self._routes.app
 
     async def start(self) -> None:
         """Load the tokenizer and the engine, restore if asked; raises TokenizerError or ChildError."""
@@ -112,6 +113,7 @@ class Front:
         if self.options.restore_at_start:
             await self._restore_at_start(self.options.restore_at_start)
         self.ready = True
+        self._routes.begin_learning()  # a store may have much to tell, and the first prompt should not wait for it
 
     async def read_text(self) -> None:
         """Have the tokenizer and the template of the model file as it is now; raises EngineGone where there is none."""

@@ -357,15 +357,21 @@ class Routes:
         shown = answer.ids[: reader.n_shown]
         self._front.texts.learn(wanted.ids + array("i", shown), whole=bool(shown))
 
-    async def _learn_held(self) -> None:
+    def begin_learning(self) -> None:
         """Take in once the tokens of what was restored, and of what the store keeps: texts are known from them."""
         if self._front.restored or self._front.unread_store:
-            self._learning = asyncio.create_task(self._learn_all(self._front.restored, self._front.unread_store))
+            restored, unread_store = self._front.restored, self._front.unread_store
+            self._learning = asyncio.create_task(self._learn_all(self._learning, restored, unread_store))
             self._front.restored = self._front.unread_store = False
+
+    async def _learn_held(self) -> None:
+        self.begin_learning()
         if self._learning:
             await asyncio.shield(self._learning)
 
-    async def _learn_all(self, restored: bool, unread_store: bool) -> None:
+    async def _learn_all(self, before: asyncio.Task | None, restored: bool, unread_store: bool) -> None:
+        if before:
+            await before
         if unread_store:
             await self._read_store()
         if restored:

@@ -45,6 +45,12 @@ def new_session(name: str = "qwen4exp", **options) -> Session:
     return Session(shared_engine(name, **options))
 
 
+def storing_session(folder, name: str = "llama", **options) -> Session:
+    """A session of its own with a store, which keeps every state."""
+    settings = {"store": str(folder), "store_replay_s": 0, "max_context": 1024}
+    return Session(new_engine(name, **(settings | options)))
+
+
 def ids(n: int, seed: int = 0) -> np.ndarray:
     """`n` arbitrary token ids below every vocabulary's size, none of which starts a turn or ends an answer."""
     return np.random.default_rng(seed).integers(6, 96, n, dtype=np.int32)

@@ -1,13 +1,13 @@
 """The demo's story of files, told by a scripted engine: what it checks, and that it fails where a promise is broken."""
 
 import io
-import sys
 
 import pytest
 from rich.console import Console
 
 import demofiles
 from demostage import DemoError, Transfer, Turn, next_prompt
+from given_demo import broken, telling
 from given_tokenizer import ALPHABET, CHATML, IM_END, TOKENS, write_model
 from tokenizer import Tokenizer
 
@@ -51,17 +51,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def tell(tmp_path):
-    """Run the demo with an engine that has one fault; returns whether it succeeded and what it printed."""
-    engine = tmp_path / "engine.py"
-    engine.write_text(ENGINE)
-
-    def run(fault: str, **metadata):
-        console = Console(file=io.StringIO(), width=100)
-        model = write_model(tmp_path / "model.gguf", **metadata)
-        told = demofiles.run(model, [sys.executable, str(engine), fault], console)
-        return told, console.file.getvalue()
-
-    return run
+    return telling(demofiles, tmp_path, ENGINE)
 
 
 def test_a_good_engine_keeps_its_promises(tell):
@@ -72,17 +62,17 @@ def test_a_good_engine_keeps_its_promises(tell):
 
 
 @pytest.mark.parametrize(
-    ("fault", "broken"),
+    ("fault", "promise"),
     [
         ("forget", "saved tokens restored and used"),
         ("differ", "greedy tokens equal those"),
         ("drafts", "3 of 5 drafts are accepted after the restart"),
     ],
 )
-def test_a_broken_promise_fails(tell, fault, broken):
+def test_a_broken_promise_fails(tell, fault, promise):
     told, printed = tell(fault)
     assert not told
-    assert [line for line in printed.splitlines() if line.startswith("NO") and broken in line]
+    assert [line for line in broken(printed) if promise in line]
 
 
 @pytest.mark.parametrize(

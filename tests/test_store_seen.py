@@ -8,7 +8,7 @@ import pytest
 
 import blockfile
 from engine import Session
-from given_engine import TURN, ask, ids, joined, new_engine, next_turn
+from given_engine import TURN, ask, ids, joined, next_turn, storing_session
 from given_engineprocess import command, gen
 from storefolder import survey
 from verbs import SOURCES
@@ -25,8 +25,7 @@ def small_blocks(monkeypatch):
 
 def session(folder, name="llama", quota_bytes=None, **options) -> Session:
     """A session with a store, in which nothing is parked: what comes back comes from there."""
-    settings = {"store": str(folder), "session_min_free_mib": 0, "max_context": 2048, "conversation_cache_mib": 0}
-    chat = Session(new_engine(name, **(settings | {"store_replay_s": 0} | options)))
+    chat = storing_session(folder, name, **({"max_context": 2048, "conversation_cache_mib": 0} | options))
     if quota_bytes:
         chat.keeper.store.quota_bytes = quota_bytes
     return chat

@@ -7,7 +7,7 @@ import pytest
 import storeflush
 import strata
 from engine import Engine, Session
-from given_engine import MODELS, TURN, ask, ids, joined, new_engine, next_turn, trunk
+from given_engine import MODELS, TURN, ask, ids, joined, next_turn, storing_session, trunk
 from options import EngineOptions
 
 CASES = [
@@ -31,8 +31,7 @@ def run(*words) -> int:
 
 
 def session(tmp_path, name="llama", **options) -> Session:
-    settings = {"store": str(tmp_path / "store"), "session_min_free_mib": 0, "max_context": 1024}
-    return Session(new_engine(name, **(settings | options)))
+    return storing_session(tmp_path / "store", name, **({"store_replay_s": 2} | options))
 
 
 def talk(chat: Session, turns: int, seed: int = 0):

@@ -11,7 +11,7 @@ import disksystem
 import storekeeper
 from engine import ModelError, Session
 from generation import RequestFailed
-from given_engine import TURN, ask, ids, joined, new_engine, next_turn, trunk
+from given_engine import TURN, ask, ids, joined, next_turn, storing_session, trunk
 from given_engineprocess import command, gen
 
 MODELS = [("llama", {}), ("qwen35", {"kv": "k8v4"}), ("qwen4exp", {"kv": "int8", "spec": 4}), ("qwen3next", {})]
@@ -19,8 +19,7 @@ N = 300  # tokens of a first prompt
 
 
 def session(tmp_path, name="llama", **options) -> Session:
-    settings = {"store": str(tmp_path / "store"), "store_replay_s": 0, "session_min_free_mib": 0, "max_context": 1024}
-    return Session(new_engine(name, **(settings | options)))
+    return storing_session(tmp_path / "store", name, **options)
 
 
 def never() -> bool:
